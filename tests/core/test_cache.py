@@ -13,6 +13,7 @@ from helpers import add, make_cache, tokens
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.kernels.registry import select
 from tightkv.kernels.view import AppendOptions, AttendOptions
+from tightkv.paged.cache import POOL_GROWTH
 from tightkv.paged.sequences import SequenceTable, row_tensors
 from tightkv.pages.layout import PageLayout
 
@@ -361,6 +362,15 @@ def test_append_touches_no_page_but_its_own():
     add(cache, *tokens(2, 3, seed=4))
     changed = {i for i in range(20) if not torch.equal(before[i], cache.pages[i])}
     assert changed == mine
+
+
+def test_a_growing_pool_holds_a_small_share_in_reserve():
+    most = 4 * POOL_GROWTH * CFG.page_size  # so many that a share is more than a page
+    cache = make_cache(CFG)
+    add(cache, *tokens(1, most))
+    full = len(cache.pages)
+    add(cache, *tokens(1, 1, seed=4))
+    assert full == 4 * POOL_GROWTH and len(cache.pages) == full + full // POOL_GROWTH
 
 
 def test_rows_may_use_any_ring_of_a_pool():

@@ -6,14 +6,12 @@ from typing import Any
 
 import torch
 
-from tightkv.config import PRESETS, SCALE_MODES, KVQuantConfig
-from tightkv.math.codebook import get_codebook
+from tightkv.config import KVQuantConfig
 from tightkv.paged.attention import attend
-from tightkv.paged.cache import POOL_GROWTH
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
 from tightkv.tools.validate import claims
-from tightkv.tools.validate.inputs import Problem, attention_problem, fill, filled, normal
+from tightkv.tools.validate.inputs import Problem, attention_problem, fill, normal
 from tightkv.tools.validate.report import AuditRow, Options
 from tightkv.tools.validate.stats import softmax_kl
 
@@ -21,7 +19,6 @@ BIASES = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
 NATS = "nats of softmax KL"
 OUTPUT = "relative output error"
 TIMES = "x the Lloyd-Max distortion"
-POOL_PAGES = 4 * POOL_GROWTH  # so many that growing by a share is more than by a page
 
 
 # --- attention: synthetic transformer keys ---
@@ -145,47 +142,8 @@ def _prod(options: Options) -> Iterator[AuditRow]:
         yield AuditRow("prod (QJL) keys", f"{bits}-bit keys", prod, NATS, reading, {"mse": mse})
 
 
-def _outlier_channels(options: Options) -> Iterator[AuditRow]:
-    problem = _problem(options)
-    two, three = _keys(problem, 2).kl, _keys(problem, 3).kl
-    split = _keys(problem, 2, outlier_share=0.5, outlier_side="keys").kl
-    reading = (
-        f"{(two - split) / (two - three):.0%} of the way from 2 bits ({two:.4f}) to 3 bits "
-        f"({three:.4f}) for half of the bits: the slowest RoPE channels are no outliers once the "
-        "page's mean is out."
-    )
-    setting, detail = "2.5-bit keys: half of the channels with 3 bits", {"two_bits": two}
-    detail["three_bits"] = three
-    yield AuditRow("outlier channels", setting, split, NATS, reading, detail)
-
-
-def _scale_modes(options: Options) -> Iterator[AuditRow]:
-    problem = _problem(options)
-    for side, other, unit in (("key", "value", NATS), ("value", "key", OUTPUT)):
-        numbers = {}
-        for mode in SCALE_MODES:
-            cfg = {f"{side}_bits": 2, f"{other}_bits": 16, f"{side}_scale": mode}
-            error = attention_error(KVQuantConfig.from_dict(cfg), problem)
-            numbers[mode] = error.kl if side == "key" else error.output
-        best = min(numbers, key=lambda mode: numbers[mode])
-        for mode, number in numbers.items():
-            times = f"{number / numbers[best]:.2f}x that of {best}."
-            reading = "The least of the four." if mode == best else times
-            setting = f"2-bit {side}s, {side}_scale={mode}"
-            yield AuditRow("scale modes", setting, number, unit, reading)
-
-
-def _presets(options: Options) -> Iterator[AuditRow]:
-    problem = _problem(options)
-    for name in PRESETS:
-        error = attention_error(KVQuantConfig.preset(name), problem)
-        reading = f"Softmax KL {error.kl:.5f}, score error {error.score:.4f} logits."
-        setting, detail = f"{name}, default window", {"kl": error.kl, "score_error": error.score}
-        yield AuditRow("presets", setting, error.output, OUTPUT, reading, detail)
-
-
 # --- codec: inputs that a rotation cannot help ---
-def _ratio(options: Options, kind: str, bits: int, mode: str = "norm") -> float:
+def _ratio(options: Options, kind: str, bits: int, mode: str) -> float:
     """Distortion under Hadamard rotations over what the law promises."""
     samples = claims.squared_errors(options, kind, bits, codebook="beta", scale_mode=mode)
     return float(samples.mean()) / claims.lloyd_max("beta", bits, options.dim)
@@ -194,25 +152,16 @@ def _ratio(options: Options, kind: str, bits: int, mode: str = "norm") -> float:
 def _hard_vectors(options: Options) -> Iterator[AuditRow]:
     if options.dim & (options.dim - 1):  # there is no Hadamard transform of this size
         return
-    for bits in claims.BITS:
-        plain, fixed = (_ratio(options, "one-hot", bits, mode) for mode in ("norm", "corrected"))
-        above = plain * claims.lloyd_max("beta", bits, options.dim) > claims.UPPER * 4.0**-bits
-        reading = (
-            "All rotated coordinates have one magnitude, no Beta law: "
-            f"{'above' if above else 'below'} Theorem 1's bound; a corrected scale repairs it "
-            f"({fixed:.2g}x)."
-        )
-        what, setting = "one-hot vectors, Hadamard", f"b={bits}, norm scale"
-        yield AuditRow(what, setting, plain, TIMES, reading, {"bits": bits, "corrected": fixed})
-    for kind in ("sparse", "flat", "huge channels"):
-        ratios = {bits: _ratio(options, kind, bits) for bits in claims.BITS}
-        worst = max(ratios, key=lambda bits: abs(ratios[bits] - 1))
-        what, setting = "structured vectors, Hadamard", f"b={worst}, {kind}, norm scale"
-        reading = (
-            "The width that strays most from the law: few sign patterns give few distinct values."
-        )
-        detail = {f"ratio_{bits}_bits": value for bits, value in ratios.items()}
-        yield AuditRow(what, setting, ratios[worst], TIMES, reading, detail)
+    for kind in ("one-hot", "sparse", "flat", "huge channels"):
+        for bits in (2, 3, 4):
+            plain, fixed = (_ratio(options, kind, bits, mode) for mode in ("norm", "corrected"))
+            above = plain * claims.lloyd_max("beta", bits, options.dim) > claims.UPPER * 4.0**-bits
+            reading = (
+                f"Few sign patterns give few distinct values: {'above' if above else 'below'} "
+                f"Theorem 1's bound; {fixed:.2g}x with a corrected scale."
+            )
+            what, setting = f"{kind} vectors, Hadamard", f"b={bits}, norm scale"
+            yield AuditRow(what, setting, plain, TIMES, reading, {"bits": bits, "corrected": fixed})
 
 
 def _outlier_token(options: Options) -> Iterator[AuditRow]:
@@ -237,52 +186,12 @@ def _outlier_token(options: Options) -> Iterator[AuditRow]:
     )
 
 
-def _integer_book(options: Options) -> Iterator[AuditRow]:
-    scaled, free = (get_codebook(book, 8).distortion * 4.0**8 for book in ("fp8", "gaussian"))
-    reading = (
-        f"Theorem 1 promises {claims.UPPER:.2f}; integer levels give up {scaled / free:.1f}x for "
-        "exact arithmetic."
-    )
-    setting = "fp8 book at 8 bits (int8 levels)"
-    yield AuditRow("8-bit book is uniform", setting, scaled, "x 4^-8", reading)
-
-
-# --- bytes that do not pay ---
-def _short_contexts(options: Options) -> Iterator[AuditRow]:
-    """As TightCache holds them: tokens of the window have no codes yet."""
-    layout = PageLayout(KVQuantConfig.preset("k4v4"), claims.HEADS, 128)
-    what, exact = "short contexts", layout.exact_bytes_per_token
-    kept: dict[str, Any] = {"encode_partial_page": False}
-    share = layout.ring_bytes_per_token / exact
-    for tokens in (32, 128, 512):
-        held = claims.allocated_bytes(layout, tokens, options.stream("short"), **kept)
-        newest = min(tokens, layout.ring_tokens)
-        reading = f"The newest {newest} tokens take {share:.2f} of bf16 each."
-        unit = "bf16 bytes over allocated bytes"
-        yield AuditRow(what, f"k4v4, {tokens} tokens", tokens * exact / held, unit, reading)
-
-    def first(times: int) -> int:
-        lengths = range(1, 100_000)
-        return next(n for n in lengths if times * layout.total_bytes(n, **kept) < n * exact)
-
-    setting = "k4v4, length from which the cache is smaller than bf16"
-    reading = f"Half of bf16 is reached at {first(2)} tokens."
-    yield AuditRow(what, setting, first(1), "tokens", reading, {"half_size_tokens": first(2)})
-
-
-def _pool_growth(options: Options) -> Iterator[AuditRow]:
-    layout = PageLayout(KVQuantConfig.preset("k4v4"), 1, 64)
-    most = POOL_PAGES * layout.page_size
-    x = normal(options.stream("growth"), 0, most + 1, 1, 64).to(torch.bfloat16)
-    cache = filled(layout, *((part, part) for part in x.split(most)))
-    share = cache.allocated_bytes() / layout.total_bytes(most + 1) - 1
-    setting = f"k4v4, one token after {most} appended at once"
-    unit, more = "share of bytes held in reserve", f"up to a {POOL_GROWTH}th more pages"
-    reading = f"A growing pool takes {more} than it needs; reserve() avoids it."
-    yield AuditRow("pool growth", setting, share, unit, reading)
-
-
 AUDIT: tuple[Callable[[Options], Iterator[AuditRow]], ...] = (
-    *(_key_bits, _window, _biases, _rotation, _prod, _outlier_channels, _scale_modes, _presets),
-    *(_hard_vectors, _outlier_token, _integer_book, _short_contexts, _pool_growth),
+    _key_bits,
+    _window,
+    _biases,
+    _rotation,
+    _prod,
+    _hard_vectors,
+    _outlier_token,
 )

@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,17 +30,13 @@ def integers(seed: int, stream: int, n: int, below: int) -> Tensor:
     return random_bits(seed, stream, n).remainder(below)
 
 
-def filled(layout: PageLayout, *parts: tuple[Tensor, Tensor], **options: Any) -> PagedKV:
-    """A cache whose one sequence holds these keys and values [tokens, heads, dim], part by part.
-
-    `options` are those of its table.
-    """
-    table = SequenceTable(layout.cfg, **options)
+def filled(layout: PageLayout, key: Tensor, value: Tensor) -> PagedKV:
+    """A cache whose one sequence holds these keys and values [tokens, heads, dim]."""
+    table = SequenceTable(layout.cfg)
     # By name: that some of the configs that are measured here are slow is no news.
-    kernels = choose("auto", parts[0][0].device, layout).name
+    kernels = choose("auto", key.device, layout).name
     cache, rows = PagedKV(layout, table, kernels=kernels), table.add_rows([0])
-    for key, value in parts:
-        cache.append(table.append(rows, [len(key)]), key[None], value[None])
+    cache.append(table.append(rows, [len(key)]), key[None], value[None])
     return cache
 
 
@@ -179,7 +174,7 @@ def _direction(seed: int, stream: int, heads: int, channels: Tensor) -> Tensor:
 def fill(cfg: KVQuantConfig, problem: Problem, exact: bool = False) -> PagedKV:
     """A cache with the problem's tokens, read from pages alone unless `exact` keeps the rest."""
     _, heads, dim = problem.key.shape
-    cache = filled(PageLayout(cfg, heads, dim, torch.float32), (problem.key, problem.value))
+    cache = filled(PageLayout(cfg, heads, dim, torch.float32), problem.key, problem.value)
     if not exact:
         cache.table.drop_exact(0)
     return cache
