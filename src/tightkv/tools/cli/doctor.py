@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _INTERRUPTED = 130
 _SHOWN_LAYERS = 5
+_UNIFORM = ("name", "bytes_per_token", "kl")
 
 
 def add_parser(commands: Commands) -> None:
@@ -105,7 +106,7 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
         "chosen": None if chosen is None else chosen.name,
         "kv_quant": None if chosen is None else chosen.cfg.to_dict(),
         "bytes_per_token_bf16": found.bytes_bf16,
-        "uniform": None if uniform is None else asdict(uniform),
+        "uniform": uniform and {name: getattr(uniform, name) for name in _UNIFORM},
         "tried": [
             {name: value for name, value in vars(tried).items() if name != "cfg"}
             | {"layer_bits": tried.cfg.layer_bits}
@@ -156,8 +157,7 @@ def _verdict(found: Diagnosis) -> str:
     if uniform is not None and uniform.name != best.name:
         lines.append(
             f"With the same bits in every layer: {uniform.name}, {uniform.bytes_per_token:.0f} "
-            f"bytes per token ({'measured' if uniform.measured else 'expected'} KL "
-            f"{uniform.kl:.5f})."
+            f"bytes per token (measured KL {uniform.kl:.5f})."
         )
     if found.interrupted:
         lines.append("The search was interrupted; a smaller one may exist.")

@@ -38,17 +38,6 @@ class Measured:
 
 
 @dataclass
-class Uniform:
-    """The smallest preset that keeps the budget, or is expected to."""
-
-    name: str
-    bytes_per_token: float
-    kl: float
-    measured: bool
-    """If not, `kl` is the sum of estimates, corrected by what measurements said of them."""
-
-
-@dataclass
 class Diagnosis:
     """What the doctor found."""
 
@@ -56,7 +45,7 @@ class Diagnosis:
     layers: list[LayerReport] = field(default_factory=list)
     tried: list[Measured] = field(default_factory=list)
     bytes_bf16: float = 0.0  # of the same layers at 16 bits, per token
-    uniform: Uniform | None = None
+    uniform: Measured | None = None  # the smallest preset that keeps the budget
     interrupted: bool = False
 
     @property

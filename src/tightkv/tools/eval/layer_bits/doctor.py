@@ -191,30 +191,23 @@ class Doctor:
         return cfg, kl
 
     def _compare(self, families: Sequence[_Family], candidates: Sequence[KVQuantConfig]) -> None:
-        """Name the smallest preset that keeps the budget.
+        """Measure presets from the smallest on, until one keeps the budget.
 
-        Presets that may beat the chosen config are measured, and one more; the others are judged
-        by their estimates, corrected by the worst ratio that was measured.
+        Those that should not, by their estimates and the last measurement, are left out.
         """
         ratios = [m.kl / m.predicted_kl for m in self.found.tried if m.predicted_kl]
-        ratio, spare = (ratios[-1] if ratios else 1.0), 1
+        ratio = ratios[-1] if ratios else 1.0
         by_base = {family.base: family for family in families}
         for cfg in sorted(candidates, key=self.bytes_per_token):
             cfg = cfg.replace(protect_keys=False)
-            predicted = self._predict(by_base[_without_bits(cfg)], cfg)
-            size, best = self.bytes_per_token(cfg), self.found.chosen
-            if predicted is None or predicted * ratio > 2 * self.budget:
-                continue
-            known = next((m for m in self.found.tried if m.cfg == cfg), None)
-            smaller = best is None or size < best.bytes_per_token
-            promising = predicted * ratio <= self.budget
-            if known is None and (smaller or (spare and promising)):
-                known = self.measure(cfg, predicted)
-                spare -= not smaller
-                ratio = max(ratio, known.kl / max(predicted, 1e-30))
-            kl = predicted * ratio if known is None else known.kl
-            if kl <= self.budget:
-                self.found.uniform = diagnosis.Uniform(cfg.name, size, kl, known is not None)
+            found = next((m for m in self.found.tried if m.cfg == cfg), None)
+            if found is None:
+                predicted = self._predict(by_base[_without_bits(cfg)], cfg)
+                if predicted is None or predicted * ratio > self.budget:
+                    continue
+                found = self.measure(cfg, predicted)
+            if found.within:
+                self.found.uniform = found
                 return
 
     def _predict(self, family: _Family, cfg: KVQuantConfig) -> float | None:
