@@ -101,7 +101,7 @@ def write(folder: str, rows: Sequence[Row]) -> None:
     ):
         with whole_file(Path(folder) / name) as file:
             file.write_text(text, encoding="utf-8")
-    _draw(Path(folder) / "report.svg", tables, tasks)
+    _draw(Path(folder) / "report.svg", tables)
 
 
 def _names(models: set[str]) -> dict[str, str]:
@@ -181,27 +181,19 @@ def _markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]
     return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *lines)]
 
 
-def _draw(path: Path, tables: dict[tuple[str, str], list[Row]], tasks: Sequence[Row]) -> None:
-    """A panel per model with KL against bytes per token, and one with its tasks."""
+def _draw(path: Path, tables: dict[tuple[str, str], list[Row]]) -> None:
+    """A panel per model with KL against bytes per token."""
     tables = {k: [e for e in own if e["bytes_per_token"]] for k, own in tables.items()}
     tables = {key: entries for key, entries in tables.items() if entries}
     models = list(dict.fromkeys(model for model, _ in tables))
-    by_model: dict[str, list[Row]] = {}
-    for row in tasks:
-        if row["depth"] is None:
-            by_model.setdefault(row["model"], []).insert(0, row)  # the first one on top
-    height = max([4.2, *(0.18 * len(rows) + 1 for rows in by_model.values())])
-    count = len(models) + len(by_model)
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     with rc_context(_STYLE):
-        figure = Figure(figsize=(5.4 * count, height), layout="constrained")
-        panels = iter(figure.subplots(1, count, squeeze=False).flat)
-        for model in models:
-            _draw_quality(next(panels), model, tables)
-        for model, rows in by_model.items():
-            _draw_tasks(next(panels), model, rows)
+        figure = Figure(figsize=(5.4 * len(models), 4.2), layout="constrained")
+        panels = figure.subplots(1, len(models), squeeze=False).flat
+        for axes, model in zip(panels, models, strict=True):
+            _draw_quality(axes, model, tables)
         with whole_file(path) as temporary:
             figure.savefig(temporary, format="svg")
 
@@ -227,15 +219,3 @@ def _draw_quality(axes: Any, model: str, tables: dict[tuple[str, str], list[Row]
     axes.set_yscale("log")
     axes.margins(x=0.2)
     axes.legend(fontsize=8)
-
-
-def _draw_tasks(axes: Any, model: str, rows: Sequence[Row]) -> None:
-    caches = list(dict.fromkeys(row["cache"] for row in reversed(rows)))
-    for y, row in enumerate(rows):
-        low, high = (100 * end for end in row["interval"])
-        color = f"C{caches.index(row['cache'])}"
-        axes.plot([low, high], [y, y], color=color)
-        axes.plot(100 * row["difference"], y, "o", color=color)
-    axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [f"{row['family']}, {row['cache']}" for row in rows])
-    axes.set(title=f"{model}: tasks", xlabel="points to the uncompressed cache, 95%")
