@@ -14,14 +14,13 @@ import rival_vllm as vllm
 import torch
 from rival_pages import NewCache, decode_ms
 
-from tightkv.tools.bench.rivals import ATTENTION, Rival
+from tightkv.tools.bench.rivals import Rival
 
-STEP = "write and attention"
 NVFP4_BITS = 4.5  # codes, and 8 bits per 16 of them
 
 
-def paged(new_cache: NewCache, page: int, bits: float, timed: str = STEP) -> Rival:
-    return Rival(partial(decode_ms, new_cache=new_cache, page=page, bits=bits), timed)
+def paged(new_cache: NewCache, page: int, bits: float) -> Rival:
+    return partial(decode_ms, new_cache=new_cache, page=page, bits=bits)
 
 
 _flashinfer = partial(paged, page=flashinfer.PAGE)
@@ -31,8 +30,8 @@ _turboquant = partial(vllm.turboquant, preset="turboquant_4bit_nc")
 _BF16, _FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 KERNELS: dict[str, Rival] = {
-    "flashinfer bf16": _flashinfer(partial(_plain, dtype=_BF16), bits=16, timed=ATTENTION),
-    "flashinfer fp8": _flashinfer(partial(_plain, dtype=_FP8), bits=8, timed=ATTENTION),
+    "flashinfer bf16": _flashinfer(partial(_plain, dtype=_BF16), bits=16),
+    "flashinfer fp8": _flashinfer(partial(_plain, dtype=_FP8), bits=8),
     "flashinfer nvfp4": _flashinfer(flashinfer.nvfp4, bits=NVFP4_BITS),
     "vllm fa3 bf16": _vllm(partial(_fa3, dtype=_BF16), bits=16),
     "vllm fa3 fp8": _vllm(partial(_fa3, dtype=_FP8), bits=8),

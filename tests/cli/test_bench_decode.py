@@ -20,7 +20,7 @@ from tightkv.kernels.backend import Takes
 from tightkv.kernels.view import AttendOptions, CacheView
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
-from tightkv.tools.bench import gpu, rivals
+from tightkv.tools.bench import gpu
 from tightkv.tools.bench.inputs import Shape, fill
 from tightkv.tools.bench.loads import draw_lengths
 from tightkv.tools.bench.rivals import reason
@@ -30,15 +30,8 @@ from tightkv.tools.cli.entry import main
 CPU = torch.device("cpu")
 
 
-def test_ragged_lengths_go_from_the_shortest_to_all_tokens() -> None:
-    lengths = Shape(6, 32768, ragged=True).lengths
-    assert sorted(lengths) == [1025, 2049, 4097, 8193, 16385, 32768] != lengths
-    assert Shape(3, 500).lengths == [500, 500, 500]
-    ragged = Shape(6, 32768, kv_heads=2, head_dim=64, ragged=True)
-    assert ragged.bf16_bytes == sum(lengths) * 2 * 64 * 4
-
-
 def test_drawn_lengths_hold_as_many_tokens_as_equal_ones() -> None:
+    assert Shape(3, 500).lengths == [500, 500, 500]
     drawn = Shape(32, 10240, shortest=6144)
     assert drawn.lengths == draw_lengths(32, 6144, 10240) and not drawn.equal
     assert drawn.bf16_bytes == Shape(32, 8192).bf16_bytes and Shape(32, 8192).equal
@@ -111,7 +104,6 @@ def test_pages_of_all_layers_are_sealed_after_the_step_that_completes_them() -> 
     [
         ({"query_heads": 12}, "query_heads=12; it must be a multiple of kv_heads=8"),
         ({"head_dim": 0}, "head_dim=0; it must be at least 1"),
-        ({"ragged": True}, "batch=1, tokens=2048; ragged lengths need two sequences"),
         ({"shortest": 2049}, "shortest=2049; it must be from 1 to tokens=2048"),
         ({"shortest": -1}, "shortest=-1; it must be from 1 to"),
     ],
@@ -125,7 +117,7 @@ def test_a_layer_of_ragged_sequences_attends_to_their_own_tokens() -> None:
     """As a layer that has one of them alone, but for which random tokens it holds."""
     cfg = KVQuantConfig.preset("k8v8", page_size=64, exact_pages=1, window_bits=16)
     layout = PageLayout(cfg, 1, 64, torch.float32)
-    shape = Shape(3, 1300, query_heads=2, kv_heads=1, head_dim=64, ragged=True)
+    shape = Shape(3, 1300, query_heads=2, kv_heads=1, head_dim=64, shortest=1024)
     view = (layer := fill(layout, shape, reference, CPU, seed=0)).view
     assert view.lengths.tolist() == shape.lengths and view.same_length is None
     assert view.ring_read_from.tolist() == [(n - 1) // 64 * 64 for n in shape.lengths]
@@ -141,7 +133,7 @@ def test_heads_and_lengths_of_the_command_line(monkeypatch: pytest.MonkeyPatch) 
 
     def rows(cfg: KVQuantConfig, shapes: list[Shape], repeats: int) -> list[dict[str, object]]:
         seen.extend(shapes)
-        shape = {"batch": 2, "tokens": 1, "query_heads": 1, "kv_heads": 1, "head_dim": 1}
+        shape = asdict(Shape(2, 1, 1, 1, 1))
         return [{"bench": "decode", "shape": shape, "preset": cfg.name, "kernels": "cpu"}]
 
     monkeypatch.setattr("tightkv.tools.bench.cpu.decode_rows", rows)
@@ -165,7 +157,7 @@ def test_rows_of_gpus_follow_their_schema(monkeypatch: pytest.MonkeyPatch) -> No
     def fails(shape: Shape, device: torch.device) -> list[float]:
         raise RuntimeError("no kernel image")
 
-    listed = {"a bf16": rivals.Rival(lambda *_: [3.0]), "c fp8": rivals.Rival(fails)}
+    listed = {"a bf16": lambda *_: [3.0], "c fp8": fails}
     monkeypatch.setattr(gpu, "graph_times", lambda calls, repeats, between: [2.0] * repeats)
     monkeypatch.setattr(gpu, "graph_ms", lambda calls: once(calls)[0])
     shape = Shape(2, 300, query_heads=2, kv_heads=1, head_dim=64)
@@ -202,13 +194,10 @@ def test_options_of_gpus_are_refused_on_a_cpu(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_ragged_row_says_so() -> None:
-    shape = {"batch": 4, "tokens": 8192, "query_heads": 32, "kv_heads": 8, "head_dim": 128}
-    row = {"bench": "decode", "preset": "k4v4", "kernels": "cuda", "shape": shape}
+    row = {"bench": "decode", "preset": "k4v4", "kernels": "cuda", "shape": asdict(Shape(4, 8192))}
     assert show.label(row) == "k4v4 cuda, 4 x 8192 tokens, 32/8 heads of 128"
-    row["shape"] = shape | {"ragged": False, "shortest": 500}
+    row["shape"] = asdict(Shape(4, 8192, shortest=500))
     assert show.label(row) == "k4v4 cuda, 4 x 500 to 8192 tokens, 32/8 heads of 128"
-    row["shape"] = shape | {"ragged": True}
-    assert show.label(row) == "k4v4 cuda, 4 x 1024 to 8192 tokens, 32/8 heads of 128"
 
 
 def test_the_table_of_shapes() -> None:
@@ -222,7 +211,7 @@ def test_the_table_of_shapes() -> None:
             "against_best_bf16": min(ms for name, ms in others.items() if "fp8" not in name) / step,
         }
 
-    mixed, large = Shape(4, 8155, ragged=True), Shape(8, 32731, 32, 4, 512)
+    mixed, large = Shape(4, 8155, shortest=1025), Shape(8, 32731, 32, 4, 512)
     others = {"sdpa flash": 0.3, "vllm fa3 bf16": 0.25, "vllm fa3 fp8": 0.2}
     rows = [
         *(row(preset, mixed, 0.1, others) for preset in ("k4v4", "k2v2")),

@@ -118,13 +118,13 @@ def test_rivals_attend_to_ragged_sequences(
 ) -> None:
     if page == rival_flashinfer.PAGE:
         pytest.importorskip("flashinfer")
-    shape = Shape(5, 2000, *heads, head_dim=128, ragged=True)
+    shape = Shape(5, 2000, *heads, head_dim=128, shortest=1024)
     assert relative_error(new_cache, shape, page, CUDA) < most
 
 
 # --- without a GPU ---
 def test_pages_of_a_batch_hold_each_token_once() -> None:
-    shape = Shape(3, 1090, ragged=True)
+    shape = Shape(3, 1090, shortest=1024)
     batch = paged_batch(shape, 16, torch.device("cpu"))
     assert batch.lengths.tolist() == shape.lengths
     assert batch.pages == sum(-(-n // 16) for n in shape.lengths)
@@ -143,15 +143,14 @@ def test_a_failing_rival_leaves_a_note() -> None:
         raise RuntimeError("no kernel image\nand more")
 
     listed = {
-        "a bf16": rivals.Rival(lambda shape, device: [2.0, 3.0, 1.0]),
-        "b bf16": rivals.Rival(lambda shape, device: [1.5], rival_kernels.STEP),
-        "c fp8": rivals.Rival(fails),
+        "a bf16": lambda shape, device: [2.0, 3.0, 1.0],
+        "b bf16": lambda shape, device: [1.5],
+        "c fp8": fails,
     }
     found = rivals.measure_rivals(Shape(1, 1), torch.device("cpu"), listed)
     assert found["others_ms"] == {"a bf16": 2.0, "b bf16": 1.5}
     steps = found["consecutive_others_ms"]["a bf16"]
     assert steps == pytest.approx({"mean": 2, "p50": 2, "p90": 2.8, "p99": 2.98})
-    assert found["others_timed"] == {"a bf16": "attention", "b bf16": "write and attention"}
     assert found["others_failed"] == {"c fp8": "RuntimeError: no kernel image"}
     ratios = rivals.ratios(found["others_ms"], 0.5)
     assert ratios == {"against_best_bf16": 3.0, "against_fp8": None, "against_4bit": None}
@@ -169,9 +168,9 @@ def test_rivals_are_those_that_are_installed_and_named(monkeypatch: pytest.Monke
 
 
 def test_rivals_that_take_one_length_refuse_ragged_ones() -> None:
-    shape, device = Shape(2, 2048, ragged=True), torch.device("cpu")
+    shape, device = Shape(2, 2048, shortest=1024), torch.device("cpu")
     for name in ("sdpa flash", "sdpa cudnn"):
         with pytest.raises(ValueError, match="sequences of one length"):
-            rivals.RIVALS[name].measure(shape, device)
+            rivals.RIVALS[name](shape, device)
     with pytest.raises(ValueError, match="head_dim=96; the plain Triton kernel"):
-        rivals.RIVALS["triton bf16"].measure(Shape(1, 64, head_dim=96), device)
+        rivals.RIVALS["triton bf16"](Shape(1, 64, head_dim=96), device)

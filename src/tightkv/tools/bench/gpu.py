@@ -48,7 +48,8 @@ def decode_rows(
     for shape in shapes:
         others = measure_rivals(shape, device, rivals)
         for preset in presets:
-            layout = _layout(preset, shape)
+            cfg = KVQuantConfig.preset(preset)
+            layout = PageLayout(cfg, shape.kv_heads, shape.head_dim, torch.bfloat16)
             for name in kernels:
                 module = select(name, device, layout)
                 layers = layers_for(layout, shape, module, device)
@@ -80,7 +81,6 @@ class _Steps:
         self.key, self.value = (
             random_bf16(device, shape.batch, shape.kv_heads, shape.head_dim) for _ in range(2)
         )
-        self.centers = tuple(random_bf16(device, shape.kv_heads, shape.head_dim) for _ in range(2))
 
     def append(self, layer: Layer, in_vllm: bool = False) -> None:
         """In vLLM a token is coded at once."""
@@ -91,8 +91,7 @@ class _Steps:
         options = AttendOptions(max_queries=1)
         self.module.attend(layer.codec, self.query, layer.view, layer.cu_seqlens, options)
 
-    def step(self, layer: Layer, in_vllm: bool = False, centered: bool = False) -> None:
-        layer = _with_view(layer, centers=self.centers if centered else None)
+    def step(self, layer: Layer, in_vllm: bool = False) -> None:
         self.append(layer, in_vllm)
         # in vLLM the host does not know that all lengths are the same
         unknown = {"same_length": None} if in_vllm else {}
@@ -113,17 +112,10 @@ def _fed_back(layers: Sequence[Layer]) -> list[Layer]:
 def _decode_times(module: Backend, layers: Sequence[Layer], shape: Shape) -> dict[str, float]:
     """Milliseconds of append and attend together and of each alone, and as in vLLM.
 
-    In vLLM a token is coded at once, keys are sealed with error feedback where they can be, and
-    with a calibration tokens are relative to centers.
+    In vLLM a token is coded at once, and keys are sealed with error feedback where they can be.
     """
     of = _Steps(module, shape, layers[0].view.pages.device)
     in_vllm = partial(of.step, in_vllm=True)
-
-    def sealing(rows: int) -> list[Layer]:
-        """The first so many sequences are as long as their pages are full."""
-        page, lengths = layers[0].codec.layout.page_size, layers[0].view.lengths.clone()
-        lengths[:rows] = (lengths[:rows] + page - 1) // page * page
-        return [_with_view(layer, lengths=lengths) for layer in layers]
 
     calls: dict[str, tuple[Callable[..., None], Sequence[Layer]]] = {
         "step": (of.step, layers),
@@ -133,10 +125,6 @@ def _decode_times(module: Backend, layers: Sequence[Layer], shape: Shape) -> dic
     }
     if layers[0].codec.cfg.takes_feedback:
         calls["vllm_step_with_feedback"] = (in_vllm, _fed_back(layers))
-        calls["vllm_step_with_feedback_and_seal"] = (in_vllm, _fed_back(sealing(shape.batch)))
-        calls["vllm_step_with_feedback_and_seal_one"] = (in_vllm, _fed_back(sealing(1)))
-    if module.TAKES.centers:
-        calls["vllm_step_with_centers"] = (partial(in_vllm, centered=True), layers)
     return {name: graph_ms(_calls(call, on)) for name, (call, on) in calls.items()}
 
 
@@ -228,8 +216,3 @@ def _calls(call: Callable[..., None], layers: Sequence[Layer]) -> list[Callable[
 
 def _with_view(layer: Layer, **changes: Any) -> Layer:
     return replace(layer, view=replace(layer.view, **changes))
-
-
-def _layout(preset: str, shape: Shape) -> PageLayout:
-    cfg = KVQuantConfig.preset(preset)
-    return PageLayout(cfg, shape.kv_heads, shape.head_dim, torch.bfloat16)

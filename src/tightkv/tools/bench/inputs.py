@@ -1,6 +1,5 @@
 """Shapes to measure, and caches filled with random tokens in shuffled pages."""
 
-import random
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,14 +12,12 @@ from tightkv.pages.layout import PageLayout, window_step
 from tightkv.tools.bench.loads import draw_lengths
 
 L2_BYTES = 300 << 20  # several L2 caches: what is read again must come from memory
-SHORTEST = 1024  # tokens, of ragged sequences
 
 
 @dataclass(frozen=True)
 class Shape:
     """One attention layer: sequences, tokens of each, query heads, KV heads, head size.
 
-    Ragged: a mix of lengths from `SHORTEST` to `tokens`, each as many times the one before.
     With `shortest`: lengths drawn from there to `tokens`, in any phase of a page.
     """
 
@@ -29,7 +26,6 @@ class Shape:
     query_heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
-    ragged: bool = False
     shortest: int = 0
 
     def __post_init__(self) -> None:
@@ -40,32 +36,16 @@ class Shape:
             raise ValueError(
                 f"query_heads={self.query_heads}; it must be a multiple of kv_heads={self.kv_heads}"
             )
-        if self.ragged and (self.batch < 2 or self.tokens < SHORTEST):
-            raise ValueError(
-                f"batch={self.batch}, tokens={self.tokens}; ragged lengths need two sequences or "
-                f"more and at least {SHORTEST} tokens"
-            )
-        if self.shortest and (self.ragged or not 1 <= self.shortest <= self.tokens):
-            raise ValueError(
-                f"shortest={self.shortest}; it must be from 1 to tokens={self.tokens}, and not "
-                "together with ragged"
-            )
+        if self.shortest and not 1 <= self.shortest <= self.tokens:
+            raise ValueError(f"shortest={self.shortest}; it must be from 1 to tokens={self.tokens}")
 
     @property
     def equal(self) -> bool:
-        return not (self.ragged or self.shortest)
+        return not self.shortest
 
     @property
     def lengths(self) -> list[int]:
-        if self.equal:
-            return [self.tokens] * self.batch
-        if self.shortest:
-            return draw_lengths(self.batch, self.shortest, self.tokens)
-        most = self.tokens / SHORTEST
-        found = [round(SHORTEST * most ** (i / (self.batch - 1))) for i in range(self.batch)]
-        found = [min(length | 1, self.tokens) for length in found]  # odd: none completes a page
-        random.Random(0).shuffle(found)
-        return found
+        return draw_lengths(self.batch, self.shortest or self.tokens, self.tokens)
 
     @property
     def bf16_bytes(self) -> int:

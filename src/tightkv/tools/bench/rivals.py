@@ -2,9 +2,8 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -12,7 +11,8 @@ from tightkv.tools.bench import baselines
 from tightkv.tools.bench.inputs import Shape
 from tightkv.tools.bench.timing import spread
 
-ATTENTION = "attention"
+# Milliseconds of steps over a shape on a device.
+Rival: TypeAlias = Callable[[Shape, torch.device], list[float]]
 # Ratios of a row, and the rivals of which the fastest counts.
 GROUPS = {
     "against_best_bf16": ("sdpa", "bf16"),
@@ -21,19 +21,13 @@ GROUPS = {
 }
 
 
-@dataclass(frozen=True)
-class Rival:
-    measure: Callable[[Shape, torch.device], list[float]]  # milliseconds of steps
-    timed: str = ATTENTION
-
-
 # What torch and Triton do; benchmarks/rival_kernels.py has kernels of other packages.
 RIVALS: dict[str, Rival] = {
     **{
-        f"sdpa {name}": Rival(partial(baselines.sdpa_decode, backend=backend))
+        f"sdpa {name}": partial(baselines.sdpa_decode, backend=backend)
         for name, backend in baselines.SDPA.items()
     },
-    "triton bf16": Rival(baselines.triton_decode),
+    "triton bf16": baselines.triton_decode,
 }
 
 
@@ -46,20 +40,18 @@ def measure_rivals(
 ) -> dict[str, dict[str, Any]]:
     """Fields of a row, by name of the rival.
 
-    Medians in milliseconds, their percentiles, what was timed, and why some gave no time.
+    Medians in milliseconds, their percentiles, and why some gave no time.
     """
     steps: dict[str, dict[str, float]] = {}
-    timed, failed = dict[str, str](), dict[str, str]()
+    failed: dict[str, str] = {}
     for name, rival in rivals.items():
         try:
-            steps[name] = spread(rival.measure(shape, device))
-            timed[name] = rival.timed
+            steps[name] = spread(rival(shape, device))
         except Exception as error:  # of any kind: it is another project's code
             failed[name] = reason(error)
         torch.cuda.empty_cache()
     return {
         "others_ms": {name: of["p50"] for name, of in steps.items()},
-        "others_timed": timed,
         "others_failed": failed,
         "consecutive_others_ms": steps,
     }

@@ -17,8 +17,7 @@ def label(row: Row) -> str:
         return f"{row['kv']}, {'failed' if 'error' in row else what_is_measured(row)}"
     s = row["shape"]
     heads = f"{s['query_heads']}/{s['kv_heads']} heads of {s['head_dim']}"
-    shortest = s.get("shortest") or (1024 if s.get("ragged") else None)
-    tokens = f"{shortest} to {s['tokens']}" if shortest else s["tokens"]
+    tokens = f"{s['shortest']} to {s['tokens']}" if s["shortest"] else s["tokens"]
     return f"{row['preset']} {row['kernels']}, {s['batch']} x {tokens} tokens, {heads}"
 
 
