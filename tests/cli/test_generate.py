@@ -32,7 +32,7 @@ from tightkv.tools.cli.generate.compare import (
     judged,
     mean_kl,
 )
-from tightkv.tools.cli.generate.live import _timing, _until_end, generate
+from tightkv.tools.cli.generate.live import TokenClock, _timing, _until_end, generate
 from tightkv.tools.cli.generate.prompt import check_length, encode, long_context
 from tightkv.tools.cli.generate.report import compare_text, single_text
 from tightkv.tools.eval.tasks.needles import Needle
@@ -328,10 +328,10 @@ def test_hybrid_models_can_be_compared(family: str, compressed: int, others: int
     options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     model.set_attn_implementation("sdpa")
     plain_cache = DynamicCache(config=model.config)
-    plain = generate(model, inputs, plain_cache, options=options, keep_logits=True)
+    plain = generate(model, inputs, plain_cache, options, TokenClock(), keep_logits=True)
     model.set_attn_implementation("tightkv")
     tight_cache = TightCache("k8v8", model=model)
-    generate(model, inputs, tight_cache, options=options)
+    generate(model, inputs, tight_cache, options, TokenClock())
     held, tight = cache_size(plain_cache.layers), cache_size(tight_cache.layers)
     assert (held.compressed_layers, tight.compressed_layers) == (0, compressed)
     assert held.counted_layers == tight.counted_layers == len(tight_cache.layers) - others
@@ -382,7 +382,7 @@ def test_compare_ends_with_the_table(tiny: Path, capsys: pytest.CaptureFixture[s
     for run in (0, 1):
         assert answer(data, run) in captured.out  # both were streamed
     head, rule, plain, tight = captured.out.rstrip().splitlines()[-4:]
-    assert head.split() == ["cache", "KV", "bytes", "vs", "bf16", "tokens/s", "KL", "answer"]
+    assert head.split() == ["cache", "KV", "bytes", "vs", "bf16", "tokens/s", "KL"]
     assert set(rule) == {"-", " "}
     assert plain.startswith("uncompressed ") and tight.startswith("k2v2 ")
     assert f"{data['compare']['mean_kl']:.5f}" in tight
@@ -416,7 +416,7 @@ def test_the_divergence_is_shown() -> None:
         "  uncompressed: ' so'",
         "  k2v2:         ' not'",
     ]
-    assert lines[-1].endswith("...") and " - " in lines[-1]
+    assert lines[-1].split() == ["k2v2", "10", "B", "2.00x", "2.0", "-"]
 
 
 # --- a prompt that is read once ------------------------------------------------------------------
@@ -480,7 +480,6 @@ def test_answers_to_the_needle(tiny: Path, capsys: pytest.CaptureFixture[str]) -
     needle["answers"][0] = {"text": "7!", "found": True}
     text = compare_text(data)
     assert "  uncompressed: '7!' (found)" in text and " (not found)" in text
-    assert "needle" in text.splitlines()[-4] and " found " in text.splitlines()[-2]
 
 
 # --- while it answers ----------------------------------------------------------------------------

@@ -42,12 +42,11 @@ def generate(
     inputs: Mapping[str, Tensor],
     cache: Any,
     options: Mapping[str, Any],
-    clock: TokenClock | None = None,
+    clock: TokenClock,
     before: float = 0.0,
     keep_logits: bool = False,
 ) -> Generation:
     """Run the model on encoded prompts [B, tokens], left-padded, after `before` s of reading."""
-    clock = TokenClock() if clock is None else clock
     how = {"return_dict_in_generate": True, "output_logits": keep_logits, **options}
     out = model.generate(**inputs, past_key_values=cache, streamer=clock, **how)
     new = out.sequences[:, inputs["input_ids"].shape[1] :]

@@ -1,12 +1,8 @@
 """The text that tightkv generate ends with."""
 
-import shutil
 from typing import Any
 
 from tightkv.tools.cli.shared.output import format_table, human_bytes, or_dash
-
-_OTHER_COLUMNS = 62  # of the table; the answer has what the terminal leaves
-_LEAST_ANSWER = 48
 
 
 def single_text(data: dict[str, Any], streamed: bool) -> str:
@@ -98,22 +94,9 @@ def _needle(needle: dict[str, Any], runs: list[dict[str, Any]]) -> list[str]:
 
 
 def _table(data: dict[str, Any]) -> str:
-    header = ["cache", "KV bytes", "vs bf16", "tokens/s", "KL", "answer"]
-    kl, needle = data["compare"]["mean_kl"], data["needle"]
     rows = []
-    for run, divergence in zip(data["runs"], (None, kl), strict=True):
+    for run, kl in zip(data["runs"], (None, data["compare"]["mean_kl"]), strict=True):
         size = human_bytes(run["kv"]["bytes"]), f"{run['kv']['ratio']:.2f}x"
         speed = or_dash(run["timing"]["decode_tokens_per_second"], "{:.1f}")
-        answer = _shorten(run["answers"][0]["text"])
-        rows.append([run["cache"], *size, speed, or_dash(divergence, "{:.5f}"), answer])
-    if needle is not None:
-        header.insert(5, "needle")
-        for row, answer in zip(rows, needle["answers"], strict=True):
-            row.insert(5, "found" if answer["found"] else "not found")
-    return format_table(header, rows)
-
-
-def _shorten(text: str) -> str:
-    line = " ".join(text.split())
-    width = max(_LEAST_ANSWER, shutil.get_terminal_size().columns - _OTHER_COLUMNS)
-    return line if len(line) <= width else line[: width - 3] + "..."
+        rows.append([run["cache"], *size, speed, or_dash(kl, "{:.5f}")])
+    return format_table(("cache", "KV bytes", "vs bf16", "tokens/s", "KL"), rows)

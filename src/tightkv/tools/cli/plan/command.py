@@ -26,8 +26,6 @@ from tightkv.tools.cli.shared.progress import QUICK_SECONDS, Working
 DEFAULT_CONTEXT = 32768
 DEFAULT_UTILIZATION = 0.9
 _MOST = 1 << 40  # tokens or requests: sizes beyond are no floats
-
-
 # what the report says of a model, and of its layers of one kind
 _MODEL_FIELDS = "name", "model_type", "num_layers", "num_heads", "hidden_size", "max_positions"
 _LAYER_FIELDS = (
