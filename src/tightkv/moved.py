@@ -1,7 +1,5 @@
 """Modules under the names that they had before they moved: scripts and pickled caches use them."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Runs on any device, for every config. Memory beyond inputs and outputs is bounde
 inputs are worked through in steps of pages.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a kernel gets beside tokens: the sequences of a layer as tensors, and options."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

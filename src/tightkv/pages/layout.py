@@ -11,8 +11,6 @@ inside a record (docs/layout.md draws it). Planes are ordered for the decoders:
 so one 16-byte load gives a GPU lane or a CPU vector the same word of four rows.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
