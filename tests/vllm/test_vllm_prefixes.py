@@ -462,7 +462,8 @@ def test_a_loaded_prefix_is_as_exact_as_a_cached_one(engines: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
-    "name", ["states", pytest.param("windows", marks=pytest.mark.thorough), "sliding"]
+    "name",
+    ["states", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("windows", "sliding"))],
 )
 def test_loads_end_where_all_layers_can_go_on(engines: dict[str, Any], name: str) -> None:
     """With states, vLLM's own windows and compressed ones."""

@@ -241,7 +241,10 @@ def test_a_layer_gives_what_it_gave_without_a_workspace(
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("cfg", [CFG, CFG_8], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize(
+    "cfg",
+    [pytest.param(CFG, marks=pytest.mark.thorough, id="16 bits"), pytest.param(CFG_8, id="8 bits")],
+)
 def test_decodes_and_prompts_of_one_step(
     cfg: KVQuantConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
