@@ -30,7 +30,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 # Kernels of GPUs are interpreted where there is none, and all have many shapes.
 _SAMPLED = ("test_kernels_cpu.py", "test_kernels_cuda.py", "test_kernels_triton.py")
-_SAMPLE = 16  # one case of so many
+_SAMPLE = 32  # one case of so many
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
