@@ -150,6 +150,10 @@ def test_every_sequence_is_in_exactly_one_part() -> None:
 HEADS, GROUP, DIM = 1, 2, 64
 CFG = KVQuantConfig(page_size=32, exact_pages=1, sinks=2, window_bits=16)
 CFG_8 = CFG.replace(window_bits=8)
+WINDOWS = [
+    pytest.param(CFG, marks=pytest.mark.thorough, id="16 bits"),
+    pytest.param(CFG_8, id="8 bits"),
+]
 
 
 class Engine:
@@ -209,7 +213,7 @@ def states(count: int, seed: int) -> tuple[Tensor, ...]:
     return tuple(qkv.split(heads, 1))
 
 
-@pytest.mark.parametrize("cfg", [CFG, CFG_8], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize("cfg", WINDOWS)
 @pytest.mark.parametrize("rows", [4, 2], ids=["rings", "few rings"])
 @pytest.mark.parametrize("room,spare", [(4096, 0), (160, 0), (160, 5)])
 def test_a_layer_gives_what_it_gave_without_a_workspace(
@@ -241,10 +245,7 @@ def test_a_layer_gives_what_it_gave_without_a_workspace(
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(
-    "cfg",
-    [pytest.param(CFG, marks=pytest.mark.thorough, id="16 bits"), pytest.param(CFG_8, id="8 bits")],
-)
+@pytest.mark.parametrize("cfg", WINDOWS)
 def test_decodes_and_prompts_of_one_step(
     cfg: KVQuantConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
