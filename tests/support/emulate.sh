@@ -1,7 +1,7 @@
 #!/bin/bash
 # Tests as an aarch64 machine runs them, on an x86_64 one:
 #
-#   bash tests/support/emulate.sh [PYTEST ARGUMENTS]     default: a part of tests/core and tests/kernels
+#   bash tests/support/emulate.sh [PYTEST ARGUMENTS]     default: a few files
 #
 # Debian's Python for arm64, emulated, with torch 2.8 (later builds for arm64 want CUDA's packages)
 # and what the extra [hf] needs; the C kernels are cross-compiled. Needs root and Debian's packages
@@ -37,7 +37,7 @@ if [ ! -e "$root/.ready" ]; then
 fi
 aarch64-linux-gnu-gcc -std=gnu11 -O3 -fvisibility=hidden -fPIC -shared -pthread -I$native \
     $native/*.c -o src/tightkv/kernels/cpu/_native.cpython-311-aarch64-linux-gnu.so -lm
-[ $# -gt 0 ] || set -- tests/core/test_{window,quantize,cache}.py tests/kernels/test_{kernels_cpu,feedback}.py
+[ $# -gt 0 ] || set -- tests/core/test_{cache,quantize,window}.py tests/kernels/test_kernels_cpu.py
 exec proot -q qemu-aarch64-static -r "$root" -b "$PWD" -b /proc -b /dev -b /tmp -w "$PWD" \
     /usr/bin/env -i PATH=/usr/bin:/bin HOME=/tmp OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1 \
     PYTHONPATH="$PWD/src:$root/packages" \
