@@ -25,7 +25,7 @@ from tightkv.pages.layout import ring_tokens
 from tightkv.tools import rows
 from tightkv.tools.cli import main
 from tightkv.tools.cli.eval import page
-from tightkv.tools.cli.eval.command import TASKS
+from tightkv.tools.cli.eval.sizes import TASKS
 from tightkv.tools.cli.shared.config_flags import label, parse_configs
 from tightkv.tools.eval.forward import TAIL_TOKENS, CacheRun, ignore, shared_tokens
 from tightkv.tools.eval.results import cache_facts, model_fingerprint

@@ -24,6 +24,7 @@ except OperatorError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 from tightkv.export import cuda_programs, recorder
+from tightkv.export.static_shape import StaticShape
 from tightkv.kernels.cuda import backend, decode_plan, driver
 from tightkv.kernels.cuda.nvrtc import compile_source, load_nvrtc
 from tightkv.kernels.cuda.params import StepParams
@@ -41,14 +42,14 @@ def recorded(monkeypatch):
     monkeypatch.setattr(backend, "compile_cubin", lambda text, arch: text.encode()[-64:])
     backend._module.cache_clear(), backend._loaded.cache_clear()
     layout = PageLayout(SMALL, 2, 64, torch.bfloat16)
-    shape = recorder.StaticShape(layout, 4, 2, 512, feedback=True)
+    shape = StaticShape(layout, 4, 2, 512, feedback=True)
     yield cuda_programs.KernelSet(shape, torch.device("cpu"))
     backend._module.cache_clear(), backend._loaded.cache_clear()
 
 
 def test_heads_that_are_no_power_of_two_are_refused(monkeypatch):
     monkeypatch.setattr(backend, "unavailable", lambda device_type, asked: None)
-    shape = recorder.StaticShape(PageLayout(SMALL, 2, 96, torch.bfloat16), 4, 2, 512, False)
+    shape = StaticShape(PageLayout(SMALL, 2, 96, torch.bfloat16), 4, 2, 512, False)
     with pytest.raises(ValueError, match="head_dim=96 cannot be exported to a GPU; powers of two"):
         cuda_programs.known_kernels(shape, torch.device("cpu"))
 
@@ -180,7 +181,7 @@ class OnHost:
         backend._module.cache_clear(), backend._loaded.cache_clear()
         decode_plan.DecodePlan.of.cache_clear()
         rows, heads = len(pads), layout.num_kv_heads
-        shape = recorder.StaticShape(layout, 2 * heads, rows, 256, False, window, softcap)
+        shape = StaticShape(layout, 2 * heads, rows, 256, False, window, softcap)
         self.programs = cuda_programs.KernelSet(shape, torch.device("cpu"))
         self.constants = [torch.frombuffer(bytearray(x), dtype=torch.uint8)
                           for x in self.programs.constants]  # fmt: skip

@@ -13,16 +13,8 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from tightkv.export.operator import add_kernels
-from tightkv.export.recorder import (
-    APPEND,
-    ATTEND_NEW,
-    COUNT,
-    SCALE,
-    STEP,
-    Recorder,
-    Relocation,
-    StaticShape,
-)
+from tightkv.export.recorder import APPEND, ATTEND_NEW, COUNT, SCALE, STEP, Recorder, Relocation
+from tightkv.export.static_shape import StaticShape
 from tightkv.kernels.cuda import backend
 from tightkv.kernels.cuda.driver import Launch
 from tightkv.pages.layout import RING_SLACK

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tightkv.export.static_kv import RingParts, new_ring, ring_parts
+from tightkv.export.static_shape import RingParts, StaticShape, new_ring, ring_parts
 from tightkv.kernels.cuda import backend
 from tightkv.kernels.cuda.driver import Launch, recording
 from tightkv.kernels.cuda.params import StepParams
 from tightkv.kernels.view import AppendOptions, AttendOptions, CacheView
 from tightkv.paged.sequences import RowTensors
 from tightkv.pages.codec import Codec
-from tightkv.pages.layout import RING_SLACK, PageLayout, page_layout, window_step
+from tightkv.pages.layout import RING_SLACK, page_layout, window_step
 
 OPERANDS = (
     "query", "key", "value", "position", "left_pad", "feedback", "pages", "ring", "sinks",
@@ -50,35 +50,6 @@ class Program:
     tokens: int
     scratch: list[int]  # bytes of each buffer
     launches: list[tuple[Launch, list[Relocation]]]
-
-
-@dataclass(frozen=True)
-class StaticShape:
-    """What a set of kernels is made for."""
-
-    layout: PageLayout
-    query_heads: int
-    batch: int
-    max_tokens: int
-    feedback: bool
-    window: int | None = None
-    softcap: float | None = None
-
-    @property
-    def in_ring(self) -> bool:
-        return self.layout.ring_holds(self.window)
-
-    @property
-    def pages(self) -> int:
-        return 0 if self.in_ring else self.layout.read_pages(self.max_tokens)
-
-    def block_table(self) -> Tensor:
-        """int32 [batch, full pages]: -1 for pages that are never read."""
-        width = max(self.max_tokens // self.layout.page_size, 1)
-        table = torch.full((self.batch, width), -1, dtype=torch.int32, device="cpu")
-        read = torch.arange(self.batch * self.pages, device="cpu").view(self.batch, self.pages)
-        table[:, : self.pages] = read
-        return table
 
 
 class Recorder:

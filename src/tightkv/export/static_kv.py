@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tightkv.config import FORMAT_VERSION, KVQuantConfig
 from tightkv.export.operator import load_operator
+from tightkv.export.static_shape import StaticShape, new_ring
 from tightkv.kernels.check import check_feedback, check_options
 from tightkv.kernels.constants import unsupported_codec
 from tightkv.kernels.cpu import library
@@ -19,7 +20,6 @@ from tightkv.math.quantize import TurboQuantMSE
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import MAX_TOKENS, PageLayout, page_layout
 
-RingParts = tuple[Tensor, Tensor, Tensor | None]  # keys, values, and the scales of codes
 _STATE_WORDS = 5
 _MAGIC = b"TIGHTKVX"
 _SIDE = struct.Struct("<5q2d")
@@ -84,7 +84,6 @@ class StaticKV(nn.Module):
         self.kernels = 0  # of the CPU
         if device.type != "cpu":
             from tightkv.export.cuda_programs import known_kernels
-            from tightkv.export.recorder import StaticShape
 
             if query_heads is None or query_heads % heads:
                 raise ValueError(
@@ -181,27 +180,6 @@ class StaticKV(nn.Module):
 
 
 # --- the ring: one tensor, whatever is in it ---
-def new_ring(layout: PageLayout, batch: int, device: torch.device | str) -> Tensor:
-    """Zeros: keys and values [2, B, ring, Hkv, D], or uint8 [B, ring, Hkv, bytes] of codes."""
-    tokens, heads = layout.ring_tokens, layout.num_kv_heads
-    if layout.cfg.window_bits == 16:
-        shape = (2, batch, tokens, heads, layout.head_dim)
-        return torch.zeros(shape, dtype=layout.dtype, device=device)
-    size = layout.ring_bytes_per_token // heads
-    return torch.zeros(batch, tokens, heads, size, dtype=torch.uint8, device=device)
-
-
-def ring_parts(layout: PageLayout, ring: Tensor) -> RingParts:
-    """What kernels read. Of codes the bytes of all keys come first, of all scales last."""
-    if layout.cfg.window_bits == 16:
-        return ring[0], ring[1], None
-    shape = ring.shape[:3]
-    sizes = (layout.ring_key_dim, layout.head_dim, 4)
-    parts = ring.flatten().split([math.prod(shape) * size for size in sizes])
-    key, value, scales = (x.view(*shape, size) for x, size in zip(parts, sizes, strict=True))
-    return key.view(torch.int8), value.view(torch.int8), scales.view(torch.float16)
-
-
 # --- the spec: 27 words of 8 bytes, then tables; native/static_spec.c reads and checks it ---
 def spec_of(layout: PageLayout, max_tokens: int) -> Tensor:
     """int64 [words]: all of a layout that the operator needs, and the most tokens of a row."""

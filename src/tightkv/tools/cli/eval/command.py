@@ -6,6 +6,7 @@ from pathlib import Path
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.files.atomic import check_appendable
 from tightkv.tools.cli.eval import page
+from tightkv.tools.cli.eval.sizes import SIZES, TASKS
 from tightkv.tools.cli.shared.config_flags import parse_configs
 from tightkv.tools.cli.shared.loading import need_transformers, quiet_imports
 from tightkv.tools.cli.shared.options import Commands, add_options, check_least
@@ -14,20 +15,7 @@ from tightkv.tools.cli.shared.server_file import model_of
 from tightkv.tools.eval.text import read_texts
 from tightkv.tools.model_loading.source import BUNDLED_NAME, DTYPE_NAMES, check_source
 
-TASKS = ("quality", "free", "needles")
 _CONTEXTS, _QUICK_CONTEXTS = (512, 1024, 2048, 4096, 8192), (512,)
-# option -> default, with --quick, least, help
-SIZES = {
-    "window": (2048, 512, 3, "tokens of a window"),
-    "windows": (8, 2, 1, "windows, spread evenly over the texts"),
-    "prefill": (256, 128, 1, "first tokens of a window, not scored"),
-    "chunk": (16, 16, 1, "tokens a forward pass after that"),
-    "batch": (8, 8, 1, "windows or prompts at a time"),
-    "needles": (5, 5, 1, "facts hidden in a context"),
-    "prompts": (8, 4, 1, "prompts to continue"),
-    "prompt_tokens": (512, 384, 2, "tokens of such a prompt"),
-    "new_tokens": (64, 32, 1, "tokens to continue it by"),
-}
 
 
 def add_parser(commands: Commands) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers import TightCache
-from tightkv.tools.cli.eval.command import SIZES, TASKS
+from tightkv.tools.cli.eval.sizes import SIZES, TASKS
 from tightkv.tools.cli.shared.loading import load_for
 from tightkv.tools.cli.shared.output import print_status
 from tightkv.tools.cli.shared.progress import QUICK_SECONDS, Working
