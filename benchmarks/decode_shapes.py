@@ -105,7 +105,10 @@ def table(rows: Sequence[Row]) -> str:
         by_shape.setdefault(tuple(row["shape"].values()), {})[row["preset"]] = row
     ordered = sorted(by_shape.values(), key=lambda by: by["k4v4"]["against_best_bf16"])
     head = ("query heads/KV heads of head_dim", "sequences x tokens", *COLUMNS, *PRESETS)
-    lines = [head, ["---"] * len(head), *map(_line, ordered)]
+    columns = list(zip(head, *map(_line, ordered), strict=True))
+    columns = [column for column in columns if set(column[1:]) != {"-"}]  # no rival of a kind
+    lines = [*zip(*columns, strict=True)]
+    lines.insert(1, ("---",) * len(columns))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -34,7 +34,9 @@ BARS = {
 }
 LEAST_SLOT = 4  # bars
 # Decode steps of one layer that are drawn: sequences and tokens.
-LAYERS = ((8, 32731), (32, 8155), (256, 1019), (1, 32731))
+LAYERS = ((8, 32731), (256, 1019), (1, 32731))
+# Whole models: equal lengths with all caches, and lengths that differ.
+ENGINES = tuple(map(Load.parse, ["1x2k", "32x8k", "8x32k", "256x512-1536", "128x1k-3k"]))
 HEAD_DIM = 64  # of the model that caches are compared with
 Row = dict[str, Any]
 Speeds = dict[str, float]  # by cache
@@ -189,26 +191,28 @@ def layer_speeds() -> dict[Load, Speeds]:
 
 
 def engine_speeds(found: list[Row]) -> dict[Load, Speeds]:
-    """The same of a whole model in vLLM: bf16's time per output token over the others'.
-
-    Of loads that are measured with ragged lengths, equal ones of as many tokens are left out.
-    """
+    """The same of a whole model in vLLM: bf16's time per output token over the others'."""
     times = {
         (Load.of_row(row), row["kv"]): row["value"]
         for row in found
         if row["device"] == "cuda" and row["measure"] == "tpot" and row["value"] is not None
     }
-    ragged = {(load.batch, load.context) for load, _ in times if load.ragged}
     speeds: dict[Load, Speeds] = {}
     for (load, kv), value in times.items():
-        if kv != "auto" and (load.ragged or (load.batch, load.context) not in ragged):
+        if kv != "auto":
             speeds.setdefault(load, {})[kv] = times[load, "auto"] / value
-    return by_context(speeds)
+    return speeds
+
+
+def drawn_engines() -> dict[Load, Speeds]:
+    """Those of `ENGINES`; what two files have is taken from the run with more caches."""
+    found = engine_speeds(rows("vllm_engine_loads")) | engine_speeds(rows("vllm_engine"))
+    return by_context({load: found[load] for load in ENGINES})
 
 
 def speed() -> str:
     """Bars per shape: one layer's decode step, then time per output token in vLLM."""
-    layers, engines = layer_speeds(), engine_speeds(rows("vllm_engine"))
+    layers, engines = layer_speeds(), drawn_engines()
     (gpu,) = {row["gpu"] for row in rows("gpu_decode_20_shapes")}
     drawing = Drawing(
         "Decode speed against bf16: higher is better",
@@ -246,14 +250,16 @@ def speed() -> str:
             value, place = speeds["k4v4"], list(speeds).index("k4v4")
             top_x, words = x + (place + 0.5) * width - 1, f"{value:.1f}"
             drawing.text(top_x, at_y(value) - 5, words, anchor="middle", size=12)
-        drawing.text(middle, BOTTOM + 18, label_of(load), anchor="middle")
+        for row, words in enumerate(label_of(load).split(" x ")):
+            mark = " x" if row == 0 else ""
+            drawing.text(middle, BOTTOM + 16 * (row + 1), words + mark, anchor="middle")
         left += (slots[number] + gap) * width
     drawing.line(LEFT, BOTTOM, RIGHT, BOTTOM, INK)
     middle, words = (LEFT + split) / 2, "decode step of one layer"
-    drawing.text(middle, BOTTOM + 38, words, anchor="middle", fill=MUTED)
+    drawing.text(middle, BOTTOM + 54, words, anchor="middle", fill=MUTED)
     if engines:
         middle = (split + RIGHT) / 2
-        drawing.text(middle, BOTTOM + 38, "whole model in vLLM", anchor="middle", fill=MUTED)
+        drawing.text(middle, BOTTOM + 54, "whole model in vLLM", anchor="middle", fill=MUTED)
     at = 12.0
     for name in drawn:
         color, words = BARS[name]
