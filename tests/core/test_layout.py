@@ -32,12 +32,13 @@ def test_planes_hold_whole_pages_and_single_tokens(cfg, head_dim):
     layout = PageLayout(cfg, 3, head_dim)
     size = layout.page_size
     pages = layout.new_pages(4).random_(0, 256)
-    for side in SIDES:
-        fields = random_fields(layout, side, 4, 3, size)
+    written = {side: random_fields(layout, side, 4, 3, size) for side in SIDES}
+    for side, fields in written.items():
         layout.write(pages, side, fields)
     expected = {side: layout.read(pages, side) for side in SIDES}
-    for name, value in fields.items():
-        assert torch.equal(expected["value"][name], value)
+    for side, fields in written.items():
+        for name, value in fields.items():
+            assert torch.equal(expected[side][name], value), (side, name)
 
     slots = torch.randperm(4 * size)[: size + 5]  # some pair mates together, some alone
     page, offset = slots // size, slots % size
