@@ -1,11 +1,14 @@
 """Operations on all layers happen in all of them or in none; reset leaves a cache as new."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import DynamicCache
 
 from models import FAMILIES, prompt, tiny
 from tightkv import KVQuantConfig, TightCache
+from tightkv.integrations.transformers.states import CompressedStates
 
 QUANT = KVQuantConfig.preset("k4v4", page_size=32, sinks=2, exact_pages=1)
 
@@ -187,6 +190,7 @@ def test_tokens_that_no_attention_has_read_are_kept():
             for i, x in enumerate(states):
                 key, _ = cache.update(x, x, i)
                 if cache is read or i != 1:
+                    assert isinstance(key, CompressedStates)
                     key.step.layer.commit()
     assert unread.layers[1].get_seq_length() == 98
     assert read.bytes_used() == unread.bytes_used()
@@ -278,7 +282,8 @@ def test_a_long_interrupted_chunk_leaves_every_layer_readable():
 )
 def test_a_cache_that_compresses_nothing_does_what_transformers_does(family, change):
     """With 16 bits every layer stays transformers' own, and there is no table of sequences."""
-    model, answers = tiny(family), []
+    model = tiny(family)
+    answers: list[Any] = []
     for cache in (
         TightCache(KVQuantConfig(key_bits=16, value_bits=16), model=model),
         DynamicCache(config=model.config),
@@ -294,3 +299,5 @@ def test_a_cache_that_compresses_nothing_does_what_transformers_does(family, cha
     assert type(answers[0]) is type(answers[1])
     if isinstance(answers[0], torch.Tensor):
         torch.testing.assert_close(answers[0], answers[1])
+    else:
+        assert answers[0] == answers[1]
