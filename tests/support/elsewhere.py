@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 
@@ -31,7 +32,9 @@ except RuntimeError as error:
 """
 
 
-def run_elsewhere(folder, model, ids, kind):
+def run_elsewhere(
+    folder: Path, model: Path, ids: torch.Tensor, kind: str
+) -> tuple[torch.Tensor, str]:
     """200 greedy tokens after ids, and what is said to tokens beyond the cache's end."""
     torch.save(ids, folder / "ids.pt")
     run = subprocess.run(

@@ -1,14 +1,21 @@
 """Greedy text of a step function, as exported models are."""
 
-import torch
+from collections.abc import Callable
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers import TightCache
 
 COUNT = 200
 
 
 @torch.no_grad()
-def greedy(step, ids, count):
+def greedy(
+    step: Callable[[Tensor, Tensor], Tensor], ids: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
     """Tokens and their logits; step(ids, position) gives logits."""
     at = ids.shape[1]
     logits = [step(ids, torch.arange(at))[:, -1]]
@@ -19,6 +26,8 @@ def greedy(step, ids, count):
     return whole.argmax(-1), whole
 
 
-def with_tight_cache(model, quant, **options):
+def with_tight_cache(
+    model: Any, quant: KVQuantConfig | str, **options: Any
+) -> Callable[[Tensor, Tensor], Tensor]:
     cache = TightCache(quant, model)
     return lambda ids, position: model(ids, past_key_values=cache, **options).logits

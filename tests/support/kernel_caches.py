@@ -2,12 +2,17 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from helpers import make_cache, tokens
 from tightkv.config import KVQuantConfig
-from tightkv.kernels.view import AttendOptions
+from tightkv.kernels.view import AttendOptions, CacheView
+from tightkv.paged.cache import PagedKV
+from tightkv.paged.sequences import SequenceState
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -16,13 +21,21 @@ HEADS = 2 if DEVICE.type == "cuda" else 1  # the interpreter takes its time
 CFG = KVQuantConfig(page_size=64, sinks=2, exact_pages=1)
 
 
-def cache_on(cfg, lengths, *, name="reference", dim=64, heads=HEADS, **options):
+def cache_on(
+    cfg: KVQuantConfig,
+    lengths: Sequence[int],
+    *,
+    name: str = "reference",
+    dim: int = 64,
+    heads: int = HEADS,
+    **options: Any,
+) -> PagedKV:
     cache = make_cache(cfg, rows=len(lengths), dim=dim, heads=heads, device=DEVICE, **options)
     cache._kernels = name
     return cache
 
 
-def fill(cache, lengths, seed=0):
+def fill(cache: PagedKV, lengths: Sequence[int], seed: int = 0) -> tuple[Tensor, Tensor]:
     layout = cache.layout
     key, value = tokens(
         len(lengths), max(lengths), heads=layout.num_kv_heads, dim=layout.head_dim, seed=seed
@@ -32,7 +45,9 @@ def fill(cache, lengths, seed=0):
     return key, value
 
 
-def queries(cache, counts, group, seed=3):
+def queries(
+    cache: PagedKV, counts: Sequence[int], group: int, seed: int = 3
+) -> tuple[Tensor, Tensor]:
     layout = cache.layout
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(sum(counts), layout.num_kv_heads * group, layout.head_dim, generator=generator)
@@ -40,7 +55,7 @@ def queries(cache, counts, group, seed=3):
     return q.to(cache.pages.device, layout.dtype), cu_seqlens.to(cache.pages.device)
 
 
-def with_gaps(cache):
+def with_gaps(cache: PagedKV) -> PagedKV:
     """The same cache, its pages 64 bytes apart, as an engine may hand them out."""
     layout = cache.layout
     wide = cache.pages.new_full((len(cache.pages), layout.page_bytes + 64), 255)
@@ -49,7 +64,7 @@ def with_gaps(cache):
     return cache
 
 
-def poison(cache):
+def poison(cache: PagedKV) -> None:
     """NaN wherever nothing was written: unused pages, open tails, stale ring and sinks."""
     view, size = cache.view(), cache.layout.page_size
     used = {p for row in cache.table.rows for p in row.pages}
@@ -68,14 +83,14 @@ def poison(cache):
         view.sink_key[b, row.sink_count :] = view.sink_value[b, row.sink_count :] = math.nan
 
 
-def _poison_slot(view, row, slot):
+def _poison_slot(view: CacheView, row: int, slot: int) -> None:
     bad = math.nan
     if view.ring_scales is not None:
         view.ring_scales[row, slot], bad = math.nan, -128
     view.ring_key[row, slot] = view.ring_value[row, slot] = bad
 
 
-def _poison_token(cache, row, at):
+def _poison_token(cache: PagedKV, row: SequenceState, at: int) -> None:
     """Codes of ones and scales of NaN for one token of a page."""
     page, offset = torch.tensor([row.pages[at // cache.layout.page_size]]), torch.tensor([at])
     for side in ("key", "value"):
@@ -91,7 +106,7 @@ def _poison_token(cache, row, at):
         cache.layout.write_tokens(cache.pages, page, offset, side, fields)
 
 
-def forget(cache, low):
+def forget(cache: PagedKV, low: Sequence[int]) -> CacheView:
     """NaN wherever tokens before low[b] are: in pages, whole ones 0xFF, in the ring and in sinks.
 
     Returns the view in which whole pages of them have no entry of the block table.
@@ -110,7 +125,9 @@ def forget(cache, low):
     return dataclasses.replace(view, block_table=table)
 
 
-def assert_blind_before(window, attend, cache, counts, group, **options):
+def assert_blind_before(
+    window: int, attend: Any, cache: PagedKV, counts: Sequence[int], group: int, **options: Any
+) -> None:
     """Attention has the same bits whatever holds the tokens before the window of any query."""
     q, cu_seqlens = queries(cache, counts, group)
     given = AttendOptions(max_queries=max(counts), window=window, **options)
@@ -126,7 +143,7 @@ def assert_blind_before(window, attend, cache, counts, group, **options):
         assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
 
 
-def anisotropic_metric(heads, dim, seed=0):
+def anisotropic_metric(heads: int, dim: int, seed: int = 0) -> Tensor:
     """E[q q^T] of queries that lie mostly in a few directions."""
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(heads, 4 * dim, dim, generator=generator)

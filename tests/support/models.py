@@ -1,5 +1,7 @@
 """Tiny random-weight models of many families, with weights large enough that attention matters."""
 
+from typing import Any
+
 import torch
 import transformers as hf
 
@@ -32,7 +34,7 @@ MAMBA = {
 CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2}
 
 
-def sliding(**options):
+def sliding(**options: Any) -> dict[str, Any]:
     return {**SHAPE, "head_dim": 32, "sliding_window": 16, "layer_types": ALTERNATING, **options}
 
 
@@ -64,7 +66,9 @@ FAMILIES = {
 }
 
 
-def tiny(family="llama", dtype=torch.float32, seed=0, **changes):
+def tiny(
+    family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+) -> Any:
     """A random model whose logits depend on far tokens."""
     torch.manual_seed(seed)
     config = FAMILIES[family]()
@@ -74,6 +78,6 @@ def tiny(family="llama", dtype=torch.float32, seed=0, **changes):
     return model.to(dtype).eval()
 
 
-def prompt(rows=1, count=40, seed=1):
+def prompt(rows: int = 1, count: int = 40, seed: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, 97, (rows, count), generator=generator)

@@ -1,11 +1,14 @@
 """Caches with a prefix, and prefill over it against the reference."""
 
+from typing import Any
+
 import torch
 
 from helpers import add, make_cache, tokens
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import prefill, reference
-from tightkv.kernels.view import AttendOptions
+from tightkv.kernels.view import AttendOptions, CacheView
+from tightkv.paged.cache import PagedKV
 from torch_ops import TorchPrefillOps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -13,7 +16,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CFG = KVQuantConfig(page_size=32, sinks=2, exact_pages=1)
 
 
-def filled(cfg, prefix, dim=64, rows=2, heads=2, **options):
+def filled(
+    cfg: KVQuantConfig, prefix: int, dim: int = 64, rows: int = 2, heads: int = 2, **options: Any
+) -> PagedKV:
     cache = make_cache(
         cfg, dim=dim, rows=rows, heads=heads, dtype=torch.float16, device=DEVICE, **options
     )
@@ -23,7 +28,14 @@ def filled(cfg, prefix, dim=64, rows=2, heads=2, **options):
     return cache
 
 
-def assert_extends_like_the_reference(cache, view=None, *, heads=6, count=20, ops=None):
+def assert_extends_like_the_reference(
+    cache: PagedKV,
+    view: CacheView | None = None,
+    *,
+    heads: int = 6,
+    count: int = 20,
+    ops: Any = None,
+) -> None:
     view = cache.view() if view is None else view
     layout = cache.layout
     rows, dim = view.batch, layout.head_dim
@@ -32,7 +44,7 @@ def assert_extends_like_the_reference(cache, view=None, *, heads=6, count=20, op
     query = torch.randn(rows * count, heads, dim).to(DEVICE, torch.float16)
     cu_seqlens = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE) * count
     assert prefill.can_extend(cache.codec, query, view, count)
-    arguments = {"scale": 0.1, "new_key": new_key, "new_value": new_value}
+    arguments: dict[str, Any] = {"scale": 0.1, "new_key": new_key, "new_value": new_value}
     ops = TorchPrefillOps() if ops is None else ops
     out, lse = prefill.extend(cache.codec, query, view, ops, **arguments)
     expected, expected_lse = reference.attend(

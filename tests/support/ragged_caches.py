@@ -1,19 +1,27 @@
 """Caches of sequences of different lengths, their prompts, and plain attention for these."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
 
 from helpers import make_cache, tokens
+from tightkv.config import KVQuantConfig
 from tightkv.kernels import sdpa
 from tightkv.kernels.ragged_plan import plan_groups
-from tightkv.kernels.view import AttendOptions
+from tightkv.kernels.view import AttendOptions, CacheView, RaggedGroup
+from tightkv.paged.cache import PagedKV
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TILE = 64
 
 
-def plain_varlen(q, k, v, group, scale, out):
+def plain_varlen(
+    q: Tensor, k: Tensor, v: Tensor, group: RaggedGroup, scale: float, out: Tensor
+) -> Tensor:
     """In place of FlashAttention: a loop over sequences, in float32.
 
     It reads whole tiles of keys and values, too: those of the next sequence get weights of 0.
@@ -37,11 +45,20 @@ def plain_varlen(q, k, v, group, scale, out):
     return lse
 
 
-def use_varlen(monkeypatch, attention=plain_varlen):
+def use_varlen(
+    monkeypatch: pytest.MonkeyPatch, attention: Callable[..., Tensor] = plain_varlen
+) -> None:
     monkeypatch.setattr(sdpa, "_VARLEN", [attention])
 
 
-def ragged_cache(cfg, lengths, dim=64, heads=2, dtype=torch.float16, **options):
+def ragged_cache(
+    cfg: KVQuantConfig,
+    lengths: Sequence[int],
+    dim: int = 64,
+    heads: int = 2,
+    dtype: torch.dtype = torch.float16,
+    **options: Any,
+) -> PagedKV:
     """Filled up to `lengths`, which may be 0."""
     cache = make_cache(
         cfg, rows=len(lengths), dim=dim, heads=heads, dtype=dtype, device=DEVICE, **options
@@ -53,25 +70,33 @@ def ragged_cache(cfg, lengths, dim=64, heads=2, dtype=torch.float16, **options):
     return cache
 
 
-def prompts(cache, counts, group=3, seed=5):
+def prompts(
+    cache: PagedKV, counts: Sequence[int], group: int = 3, seed: int = 5
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries, new keys and new values of sum(counts) tokens, and where each row's begin."""
     layout = cache.layout
     total, dim = sum(counts), layout.head_dim
     key, value = tokens(1, total, heads=layout.num_kv_heads, dim=dim, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(total, layout.num_kv_heads * group, dim, generator=generator)
-    states = [x.to(DEVICE, layout.dtype) for x in (query, key[0], value[0])]
+    query, key, value = (x.to(DEVICE, layout.dtype) for x in (query, key[0], value[0]))
     starts = torch.tensor([0, *counts]).cumsum(0).int().to(DEVICE)
-    return *states, starts
+    return query, key, value, starts
 
 
-def groups_of(view, counts, starts, most_tokens=1 << 20, spare=0):
+def groups_of(
+    view: CacheView,
+    counts: Sequence[int],
+    starts: Tensor,
+    most_tokens: int = 1 << 20,
+    spare: int = 0,
+) -> tuple[RaggedGroup, ...]:
     """As an engine plans them; the host believes in `spare` more tokens per sequence."""
     before = [n + spare for n in view.lengths.tolist()]
     return plan_groups(counts, before, most_tokens, starts, view.lengths, view.left_pad)
 
 
-def spoil(cache, row, number):
+def spoil(cache: PagedKV, row: int, number: float) -> None:
     """All that a sequence has stored is this number: records of its pages, ring and sinks."""
     bits = torch.tensor([number]).half().view(torch.int16).to(DEVICE)
     cache.pages.view(torch.int16)[cache.table.rows[row].pages] = bits
@@ -83,7 +108,13 @@ def spoil(cache, row, number):
         x[int(view.ring_rows[row])] = number
 
 
-def outputs_beside(kernels, lengths, counts, number=None, **options):
+def outputs_beside(
+    kernels: Any,
+    lengths: Sequence[int],
+    counts: Sequence[int],
+    number: float | None = None,
+    **options: Any,
+) -> list[Tensor]:
     """Of all prompts; those of the second sequence, and its cache, are this number."""
     cache = ragged_cache(lengths=lengths, **options)
     query, new_key, new_value, starts = prompts(cache, counts)
