@@ -262,8 +262,9 @@ def bytes_per_token(model: Any, make: MakeAny) -> float | None:
     """Of a further token in a long context; None if the cache fails."""
     held, _ = bytes_by_context(model, make, FAR)
     short, long = held.values()
-    fails = isinstance(short, str) or isinstance(long, str)
-    return None if fails else (long - short) / (FAR[1] - FAR[0])
+    if isinstance(short, str) or isinstance(long, str):
+        return None
+    return (long - short) / (FAR[1] - FAR[0])
 
 
 def _narrow(config: Any) -> Any:

@@ -16,7 +16,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -253,12 +253,12 @@ def _signature(takes: str) -> inspect.Signature:
     """Of parameters without self."""
     scope: dict[str, object] = {}
     exec(f"def function({re.sub(r'^(self|cls)(, |$)', '', takes)}): ...", scope)
-    return inspect.signature(scope["function"])  # type: ignore[arg-type]
+    return inspect.signature(scope["function"])
 
 
-def _refusal(bind: object, count: int, words: dict[str, int]) -> str | None:
+def _refusal(bind: Callable[..., object], count: int, words: dict[str, int]) -> str | None:
     try:
-        bind(*[0] * count, **words)  # type: ignore[operator]
+        bind(*[0] * count, **words)
     except TypeError as error:
         return str(error)
     return None
@@ -278,7 +278,8 @@ def main() -> int:
     packages = [name for name in ("vllm", "transformers") if (args.folder / name).is_dir()]
     if not packages:
         parser.error(f"{args.folder} has neither vllm nor transformers in it")
-    lines, found = [], {}
+    lines: list[str] = []
+    found: dict[str, str | bool] = {}
     for package in packages:
         wanted = needs(package)
         found |= (there := found_in(args.folder, wanted))

@@ -41,6 +41,10 @@ class Bf16Static(nn.Module):
     The query heads of a KV head are query tokens, so that nothing is repeated.
     """
 
+    keys: Tensor
+    values: Tensor
+    at: Tensor
+
     def __init__(self, batch: int, heads: int, dim: int, tokens: int) -> None:
         super().__init__()
         shape = (batch, heads, tokens, dim)

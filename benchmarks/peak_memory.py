@@ -44,7 +44,7 @@ class LiveTensors(TorchDispatchMode):
         self.now = self.peak = 0
         self.seen: set[int] = set()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         tree_map_only(torch.Tensor, self._add, out)
         return out

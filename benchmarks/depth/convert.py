@@ -41,7 +41,8 @@ _NAMES = {
 def pack(source: Path, folder: Path, size: int = PIECE) -> list[Path]:
     """Pieces of a file, and a list of their checksums."""
     folder.mkdir(parents=True, exist_ok=True)
-    sums, paths = {}, []
+    sums: dict[str, str] = {}
+    paths: list[Path] = []
     with source.open("rb") as file:
         while data := file.read(size):
             path = folder / f"piece-{len(paths):03}"

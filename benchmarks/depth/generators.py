@@ -81,7 +81,8 @@ class Maker:
         return found
 
     def fill(self, line: Callable[[], str], tokens: int) -> list[str]:
-        found, used = [], 0
+        found: list[str] = []
+        used = 0
         while True:
             text = line()
             used += self.count(text)

@@ -79,7 +79,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 def python_files(package: str, count: Count) -> list[tuple[str, str]]:
     """Path and text of some files of a package that are neither short nor long."""
     root = Path(sysconfig.get_paths()["purelib"])
-    found = []
+    found: list[tuple[str, str]] = []
     paths = sorted((root / package).rglob("*.py"))
     random.Random(package).shuffle(paths)
     for path in paths:

@@ -132,7 +132,7 @@ def test_characters_that_the_terminal_lacks(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(info, "run", lambda args: out.write("m\u00f6del \udcc3\n") and 0)
     assert main(["info"]) == 0
-    assert out.buffer.getvalue() == b"m\\xf6del \\udcc3\n"  # type: ignore[attr-defined]
+    assert out.buffer.getvalue() == b"m\\xf6del \\udcc3\n"
 
 
 # --- hub ids -------------------------------------------------------------------------------------

@@ -129,6 +129,7 @@ def test_bytes_are_those_the_cache_reports(script: Any, reference: Any) -> None:
 def test_bytes_of_wrapped_and_shared_tensors_count_once(script: Any) -> None:
     class Slotted:
         __slots__ = ("inside", "unset")
+        inside: dict[str, Any]
 
     item, tensor = Slotted(), torch.zeros(6, dtype=torch.int16)
     item.inside = {"a": [tensor, tensor.view(2, 3)], "b": (torch.zeros(5), torch.nn.Linear(3, 3))}

@@ -811,7 +811,7 @@ def cpu_rows() -> dict[tuple[str, str, int, str, int], tuple[float, float]]:
     found = {}
     for row in sorted(rows("cpu_decode"), key=lambda row: row["time"]):
         shape, times = row["shape"], row["ms"]
-        attention = row.get("attention_ms", times)
+        attention: dict[str, float] = row.get("attention_ms", times)
         # Until 2026-11-16 attention and append were timed apart, and torch had no append.
         ours = times["tightkv"] + times.get("append", 0.0)
         torchs = [name for name in times if name.startswith("sdpa")]
@@ -846,7 +846,8 @@ def test_the_slowest_runs_with_and_without_vbmi() -> None:
         slowest[key] = min(row["ratios"]["fastest sdpa"], slowest.get(key, math.inf))
     cells = (("k4v4", 32, 8192), ("k4v4", 32, 2048), ("k4v4", 9, 4096), ("k2v2", 32, 8192))
     for machine, isa in sorted({key[:2] for key in slowest}):
-        ratios = " | ".join(f"{slowest[(machine, isa, *cell)]:.2f}x" for cell in cells)
+        keys = [(machine, isa, *cell) for cell in cells]
+        ratios = " | ".join(f"{slowest[key]:.2f}x" for key in keys)
         expect("docs/cpu.md", f"| {machine}, `{isa}` | {ratios} |")
 
 

@@ -622,7 +622,7 @@ def test_the_page_has_models_rivals_tasks_and_the_noise_floor(
     plain = {**compared, "cache": "dynamic", "kl": 0.0}  # itself: not shown
     rows = [compared, plain, old, new, floor, unsized, TASK_ROW, {**TASK_ROW, "depth": 8192}]
     rivals.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    argv = ["eval", folder, "--text", text_file, "--presets", COARSE, *SIZES]
+    argv: list[Any] = ["eval", folder, "--text", text_file, "--presets", COARSE, *SIZES]
     argv += ["--report", report, "--rows", rivals, "--dtype", "float32", "--device", "cpu"]
     assert main([*map(str, argv), "--out", str(tmp_path / "own.jsonl"), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -778,7 +778,8 @@ def results_of(lm: Any) -> tuple[list[Any], list[Any]]:
     tasks = {"choices": choice_task(), "texts": text_task()}
     done = evaluate(lm, tasks, bootstrap_iters=0, log_samples=True)
     assert done["results"]["choices"]["sample_len"] == 4
-    return tuple([s["resps"] for s in done["samples"][name]] for name in tasks)
+    choices, texts = ([s["resps"] for s in done["samples"][name]] for name in tasks)
+    return choices, texts
 
 
 def numbers(responses: list[Any]) -> torch.Tensor:

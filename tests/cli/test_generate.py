@@ -314,7 +314,8 @@ def test_mean_kl_by_hand(tiny: Path) -> None:
     assert got == pytest.approx(total / (len(tokens) - 1), rel=0.1)
     assert mean_kl(model, prompt, tokens[:1], plain, TightCache(config, model=model)) is None
     exact = mean_kl(model, prompt, tokens, plain, DynamicCache(config=model.config))
-    assert exact is not None and exact < 1e-5 * got  # rounding of chunks
+    assert exact is not None and got is not None
+    assert exact < 1e-5 * got  # rounding of chunks
 
 
 @pytest.mark.parametrize(

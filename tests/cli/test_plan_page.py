@@ -162,7 +162,8 @@ def cases() -> list[dict[str, Any]]:
     draw = random.Random(0)
     changed = [{**draw.choice(MODELS), "parameters": None} for _ in range(200)]
     mixed = [draw.sample(CHANGES, draw.choice([0, 1, 1, 2])) for _ in range(200 - len(CHANGES))]
-    changes = [[]] * 2 * len(MODELS) + [[change] for change in CHANGES] + mixed
+    unchanged: list[list[dict[str, Any]]] = [[]] * 2 * len(MODELS)
+    changes = unchanged + [[change] for change in CHANGES] + mixed
     out = []
     for model, change in zip([*MODELS, *MODELS, *changed], changes, strict=True):
         config = dict(collections.ChainMap(*change, model["config"]))

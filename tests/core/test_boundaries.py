@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def test_a_layout_is_a_value():
     with pytest.raises(dataclasses.FrozenInstanceError):
         a.head_dim = 64
     with pytest.raises(TypeError):
-        a.planes["key", "codes"] = None
+        a.planes["key", "codes"] = None  # type: ignore[index]
 
 
 def test_tables_of_many_layers_are_made_once():
@@ -165,7 +166,7 @@ def test_tokens_of_another_dtype_than_the_cache(kernels, dtype):
 def test_attend_refuses_operands_that_are_wrong():
     cache = filled()
     q, key = torch.randn(2, 1, 4, 64), torch.randn(2, 1, 2, 64)
-    wrong = {
+    wrong: dict[str, dict[str, Any]] = {
         "query is float64": {"query": q.double()},
         "query has shape": {"query": q[0]},
         "query has 3 heads": {"query": q[:, :, :3]},

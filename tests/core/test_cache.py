@@ -391,8 +391,8 @@ def test_rows_may_use_any_ring_of_a_pool():
         sink_value=sinks.clone(),
     )
     options = AppendOptions(*plan.tensors(pooled.device), 100, encode_partial_page=True)
-    packed = [torch.cat([x[0, :100], x[1, :70], x[0, :3]]) for x in (key, value)]
-    pooled.kernels.append(pooled.codec, view, *packed, options)
+    key, value = (torch.cat([x[0, :100], x[1, :70], x[0, :3]]) for x in (key, value))
+    pooled.kernels.append(pooled.codec, view, key, value, options)
     assert torch.equal(view.pages, own.pages)
     for name in ("ring_key", "ring_value", "sink_key", "sink_value"):
         assert torch.equal(getattr(view, name)[[3, 1]], getattr(own, name))

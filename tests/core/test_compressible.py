@@ -107,8 +107,8 @@ def vllm_layers(config: Any) -> dict[str, Any]:
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
     from vllm.v1.attention.backend import AttentionType
 
-    def make(kind: type, **options: Any) -> Any:
-        layer: Any = kind.__new__(kind)
+    def make(kind: Any, **options: Any) -> Any:
+        layer = kind.__new__(kind)
         vars(layer).update(
             attn_type=AttentionType.DECODER,
             impl=SimpleNamespace(alibi_slopes=None),

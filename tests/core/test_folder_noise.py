@@ -284,7 +284,9 @@ def test_pipes_among_the_weights_are_not_read(qwen2: Path, tmp_path: Path) -> No
     assert isinstance(layer_noise_of_folder(folder, PAGE), dict)
 
 
-HOSTILE = (-1, 0, 1, 7, 2**31, 2**63, 10**400, 0.5, 1e308, None, True, "", "F32", "BF16", [], {})
+HOSTILE: tuple[Any, ...] = (
+    -1, 0, 1, 7, 2**31, 2**63, 10**400, 0.5, 1e308, None, True, "", "F32", "BF16", [], {},
+)  # fmt: skip
 
 
 def hostile_header(header: dict[str, Any], choose: random.Random) -> bytes:

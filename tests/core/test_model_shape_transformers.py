@@ -83,7 +83,7 @@ def tiny_config(model_type: str, extra: dict[str, Any]) -> Any:
 def cache_bytes(layer: Any) -> int:
     """Bytes of the tensors that one layer of a transformers cache holds."""
     held = [value for name, value in vars(layer).items() if not name.startswith("_")]
-    flat = []
+    flat: list[Any] = []
     for value in held:
         flat += value.values() if isinstance(value, dict) else [value]
     return sum(t.numel() * t.element_size() for t in flat if isinstance(t, torch.Tensor))

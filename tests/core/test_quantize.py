@@ -208,6 +208,7 @@ def test_cpu_and_gpu_give_the_same_codes(name, dim):
     here, there = quantizer.encode(x), quantizer.encode(x.cuda())
     for key, value in here.items():
         if key == "signs":  # of float32 sums, whose order is the device's
+            assert isinstance(quantizer, TurboQuantProd)
             coarse = quantizer.coarse
             y = coarse.rotation(x)
             rest = (y - coarse.decode_rotated(here)).double()

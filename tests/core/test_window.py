@@ -86,7 +86,7 @@ def test_keys_of_12_bits_are_bytes_and_nibbles():
     assert packed.dtype == torch.int8 and packed.shape[-1] == 24
     assert torch.equal(unpack_12_bits(packed), codes)
     for channel, code in enumerate(codes[3].tolist()):
-        byte = packed[3, 16 + channel // 8 * 4 + channel % 4].item()
+        byte = int(packed[3, 16 + channel // 8 * 4 + channel % 4])
         assert packed[3, channel] == code // 16 and byte >> channel % 8 // 4 * 4 & 15 == code % 16
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def assert_runs_alike(ours, theirs):
     assert torch.equal(ours.cache.pages, theirs.cache.pages)
 
 
-CASES = [
+CASES: list[tuple[list[int], list[int], dict[str, Any]]] = [
     ([95, 40, 63], [1, 1, 1], {}),
     ([95, 62, 160], [1, 3, 0], {"key_bits": 2, "value_bits": 2}),
     ([31, 250, 90], [16, 5, 6], {"mean_bits": 16, "value_bits": 3}),
@@ -125,7 +126,7 @@ def test_keys_at_odd_addresses(monkeypatch):
         room[:, gap:] = key.flatten(1)
         ours.new[0] = room[:, gap:].unflatten(1, key.shape[1:])
         assert torch.equal(ours.new[0], key)
-        read = []
+        read: list[tuple[int, int, int]] = []
         seal = cuda._seal
 
         def seen(layout, view, params, *more, read=read, seal=seal, **options):

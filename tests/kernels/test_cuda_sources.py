@@ -78,7 +78,7 @@ def registers_and_spills(said, kernel):
     """What ptxas says of a kernel: its registers, and bytes that it stores for want of more."""
     said = said[said.index(f"'{kernel}'") :]
     patterns = r"Used (\d+) registers", r"(\d+) bytes spill stores"
-    return tuple(int(re.search(pattern, said)[1]) for pattern in patterns)
+    return tuple(int(re.findall(pattern, said)[0]) for pattern in patterns)
 
 
 @pytest.mark.sampled

@@ -268,7 +268,7 @@ def test_cuda_finds_the_pages_of_many_rows(cuda):
 
 def test_launches_of_an_append(cuda, monkeypatch):
     """A few tokens and what they complete are one launch, unless sequences are many."""
-    made = []
+    made: list[list[str]] = []
 
     class Module:
         def __init__(self, name):

@@ -322,7 +322,8 @@ def test_negative_scales(isa):
     fields["scale"] = fields["scale"] * -5
     cache.layout.write_tokens(cache.pages, page, torch.tensor([3]), "value", fields)
     q = query(1, 4, 64)
-    check_equal(isa, cache, *both(cache, q, 1), q)
+    got, expected = both(cache, q, 1)
+    check_equal(isa, cache, got, expected, q)
 
 
 def test_queries_of_no_row_are_zero(isa):

@@ -4,6 +4,7 @@ Without a GPU they run in Triton's interpreter, which is set up in conftest.py.
 """
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -401,7 +402,7 @@ def test_tokens_whose_heads_lie_far_apart():
     memory = torch.empty(stride * (heads - 1) + 256, dtype=q.dtype, device=DEVICE)
     far = memory.as_strided((2, heads, 64), (64, stride, 1))
     far.copy_(q)
-    options = {"max_queries": 2}
+    options: dict[str, Any] = {"max_queries": 2}
     out, _ = kernels.attend(cache.codec, far, cache.view(), cu_seqlens, AttendOptions(**options))
     expected, _ = kernels.attend(cache.codec, q, cache.view(), cu_seqlens, AttendOptions(**options))
     assert torch.equal(out, expected)

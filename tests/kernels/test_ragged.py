@@ -5,6 +5,7 @@ Without a GPU the kernels run in Triton's interpreter, which is set up in confte
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from tightkv.kernels.triton import ragged as triton_ragged
 from torch_ops import TorchRaggedOps
 
 CFG = KVQuantConfig(page_size=32, sinks=2, exact_pages=1)
-PLAIN = TorchRaggedOps()
+PLAIN: Any = TorchRaggedOps()
 LENGTHS, COUNTS = [70, 0, 1, 64, 33, 140], [5, 7, 0, 33, 1, 12]
 
 

@@ -13,6 +13,7 @@ import random
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.kernels.cpu import library
 from tightkv.paged.cache import PagedKV
 
-HOSTILE = [
+HOSTILE: list[Any] = [
     *(
         -1,
         0,

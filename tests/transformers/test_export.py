@@ -2,6 +2,7 @@
 
 import math
 import struct
+from typing import Any
 
 import pytest
 import torch
@@ -365,7 +366,7 @@ def call(values):
 
 
 INT = torch.int64
-BAD = {
+BAD: dict[str, tuple[dict[str, Any], str]] = {
     "query rank": ({"query": torch.zeros(4, 3, 64)}, "query has 3 dimensions"),
     "query heads": ({"query": torch.zeros(1, 3, 3, 64)}, "query has 3 heads; the cache has 2"),
     "query dim": ({"query": torch.zeros(1, 4, 3, 32)}, r"expected \[any, any, any, 64\]"),

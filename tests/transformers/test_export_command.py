@@ -57,12 +57,12 @@ def test_an_exported_folder_answers_as_the_model_does(tmp_path, capsys):
     assert "tightkv: compiling" in captured.err
     assert json.loads((out / "tightkv.json").read_text())["format"] == FORMAT_VERSION
 
-    argv = ["run", str(out), "--prompt", PROMPT, "--raw", "--max-new-tokens", "150"]
-    assert main([*argv, "--json"]) == 0
+    run = ["run", str(out), "--prompt", PROMPT, "--raw", "--max-new-tokens", "150"]
+    assert main([*run, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["tokens"] == expected_answer(model, "k3v2", PROMPT, 150)
-    argv[1] = str(out / "model.pt2")
-    assert main(argv) == 0
+    run[1] = str(out / "model.pt2")
+    assert main(run) == 0
     text = capsys.readouterr().out
     assert answer["text"].strip()[:20] in text and "tokens/s" in text
     # and so it does without tightkv
@@ -71,7 +71,7 @@ def test_an_exported_folder_answers_as_the_model_does(tmp_path, capsys):
     tokens, refusal = run_elsewhere(tmp_path, out / "model.pt2", ids, "aoti")
     assert tokens[0, :150].tolist() == answer["tokens"] and "the cache has room for" in refusal
     # the answer ends where the cache does
-    assert main([*argv[:-1], "1000", "--json"]) == 0
+    assert main([*run[:-1], "1000", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["prompt_tokens"] + answer["new_tokens"] <= 400
 

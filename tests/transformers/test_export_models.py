@@ -44,6 +44,13 @@ def test_an_exported_model_says_what_the_tight_cache_says(family):
     assert model.config._attn_implementation == "tightkv" != NAME
 
 
+def first_cache(model: ExportableModel) -> StaticKV:
+    """The cache of its first layer."""
+    cache = model.caches[0]
+    assert isinstance(cache, StaticKV)
+    return cache
+
+
 def forced(model, preset, ids, tokens):
     """Logits of a TightCache that is fed these tokens."""
     cache = TightCache(preset, model)
@@ -65,7 +72,7 @@ def test_other_presets_and_bf16(preset):
     expected, cache = forced(model, preset, ids, tokens)
     in_float32, _ = forced(model.float(), preset, ids, tokens)
     assert (logits.float() - expected).norm() < (expected - in_float32).norm()
-    pages = static.caches[0].pages[0]
+    pages = first_cache(static).pages[0]
     assert torch.equal(pages[0], cache.layers[0].kv.pages[0])  # of the prefill
     assert pages.any(-1).any(-1).sum() == (100 + 149) // 64
 
@@ -84,7 +91,8 @@ def test_pages_of_an_exported_model_are_those_of_the_tight_cache(window_bits):
     # queries and keys of deeper layers differ by the rounding of the first layer's attention
     sealed = len(cache.layers[0].kv.table.rows[0].pages)  # when they leave the window
     assert sealed == 2
-    assert torch.equal(static.caches[0].pages[0, :sealed], cache.layers[0].kv.pages[:sealed])
+    pages = first_cache(static).pages[0]
+    assert torch.equal(pages[:sealed], cache.layers[0].kv.pages[:sealed])
     assert [x.layout.cfg for x in static.caches] == [x.kv.layout.cfg for x in cache.layers]
 
 
@@ -125,13 +133,13 @@ def test_a_sequence_can_be_taken_back():
     with torch.no_grad():
         for end in (100, 150, 201):
             static(ids[:, :end], torch.arange(end))
-            before = static.caches[0].pages.clone()
+            before = first_cache(static).pages.clone()
             static(wrong, torch.arange(end, end + 10))
             new = static(ids[:, end : end + 5], torch.arange(end, end + 5))
             static(ids[:, :end], torch.arange(end))
             assert torch.equal(new, static(ids[:, end : end + 5], torch.arange(end, end + 5)))
             sealed = end // 64
-            assert torch.equal(static.caches[0].pages[:, :sealed], before[:, :sealed])
+            assert torch.equal(first_cache(static).pages[:, :sealed], before[:, :sealed])
 
 
 @pytest.mark.parametrize(
@@ -154,7 +162,7 @@ def test_what_cannot_be_exported_is_refused(family, reason):
 def test_windows_that_never_slide_take_no_more_than_the_cache():
     model, ids = tiny("gemma2", sliding_window=4096), prompt(1, 100)
     static = ExportableModel(model, "k4v4", max_tokens=128)
-    assert static.caches[0].ring.shape[2] <= 128 + 2 * 32
+    assert first_cache(static).ring.shape[2] <= 128 + 2 * 32
     expected, _ = greedy(with_tight_cache(model, "k4v4"), ids, 10)
     assert torch.equal(greedy(static, ids, 10)[0], expected)
 
@@ -191,8 +199,8 @@ def test_a_decode_step_compiles_as_one_graph():
         for at in range(60, 80):  # a page is sealed on the way
             token, position = ids[:, at - 60 : at - 59], torch.tensor([at])
             assert torch.equal(step(token, position), static(token, position))
-    assert torch.equal(other.caches[0].pages, static.caches[0].pages)
-    assert static.caches[0].pages.any()
+    assert torch.equal(first_cache(other).pages, first_cache(static).pages)
+    assert first_cache(static).pages.any()
 
 
 def test_layers_for_a_gpu(monkeypatch):

@@ -89,7 +89,8 @@ def test_two_models_and_a_copy_are_apart():
     alone = [logits(model, cache_of(model), ids, chunks) for model in (one, two)]
     caches = [cache_of(model) for model in (one, two)]
     assert not torch.equal(*(cache.layers[0].scale.value for cache in caches))
-    found, at = [[], []], 0
+    found: list[list[torch.Tensor]] = [[], []]
+    at = 0
     for count in chunks:
         for i, model in enumerate((one, two)):
             found[i].append(logits(model, caches[i], ids[:, at : at + count], (count,)))

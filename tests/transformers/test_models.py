@@ -151,7 +151,7 @@ def test_default_dtype(
 )
 def test_bad_options_are_refused(tiny: Path, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load_model(str(tiny), **options)  # type: ignore[arg-type]
+        load_model(str(tiny), **options)
 
 
 def test_a_hub_id_without_network_is_one_line() -> None:

@@ -8,6 +8,7 @@ import torch
 from helpers import make_cache
 from models import FAMILIES, prompt, tiny
 from tightkv import KVQuantConfig, TightCache
+from tightkv.integrations.transformers.states import CompressedStates
 from tightkv.paged.offload import DeviceBuffers, OffloadedPages
 
 QUANT = KVQuantConfig.preset("k3v2", page_size=32, sinks=2, exact_pages=1)
@@ -248,6 +249,7 @@ def test_gpu_idle_layers_hold_no_device_memory():
                     torch.randn(1, 8, step, 64, device="cuda", dtype=torch.bfloat16) for _ in "kv"
                 )
                 states, _ = cache.update(key, value, i)
+                assert isinstance(states, CompressedStates)
                 layer = states.step.layer
                 query = key[:, :, -1:].repeat(1, 4, 1, 1).transpose(1, 2)
                 if step == 1:

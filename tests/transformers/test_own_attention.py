@@ -3,6 +3,7 @@
 import copy
 import sys
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ def test_a_model_whose_code_is_not_found_counts_as_one_with_its_own(monkeypatch)
         "OwnConfig", (hf.PreTrainedConfig,), {"__module__": "somewhere.configuration_own"}
     )
     assert has_own_attention(config())
-    found = types.ModuleType("somewhere.modeling_own")
+    found: Any = types.ModuleType("somewhere.modeling_own")
     found.ALL_ATTENTION_FUNCTIONS = None
     monkeypatch.setitem(sys.modules, found.__name__, found)
     assert not has_own_attention(config())

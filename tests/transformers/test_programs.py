@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from programs import Model, attention_over, readings
 from tightkv import KVQuantConfig, TightCache
 from tightkv.integrations.transformers.attention import tightkv_mask
+from tightkv.integrations.transformers.states import CompressedStates
 from tightkv.paged.attention import attend
 from tightkv.paged.cache import PagedKV
 from tightkv.paged.sequences import SequenceTable
@@ -246,6 +247,7 @@ class Tight:
         for i, x in list(enumerate(tokens))[:layers]:
             key, value = (y.transpose(1, 2) for y in x.unbind(2))
             states, other = self.cache.update(key, value, i)
+            assert isinstance(states, CompressedStates)
             step, way = states.step, (b + i) % 4
             if way == 0 or mask is not None:
                 hidden = step.layer.follow(step, mask)

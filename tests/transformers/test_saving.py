@@ -277,13 +277,14 @@ def test_the_mark_is_that_of_the_weights_which_the_cache_was_made_with(tmp_path)
 
 def test_a_cache_that_is_not_saved_reads_no_weights():
     """A copy for each parameter, or a number that is read, takes longer than all the rest."""
+    names: list[str] = []
 
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             names.append(func.overloadpacket.__name__)
             return func(*args, **(kwargs or {}))
 
-    model, names = tiny(num_hidden_layers=2), []
+    model = tiny(num_hidden_layers=2)
     TightCache(QUANT, model=model)  # measures the model, once
     with Seen():
         TightCache(QUANT, model=model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -88,10 +89,11 @@ def test_a_cache_that_has_seen_a_mask_is_pickled():
 
 def test_wrapped_models_and_what_is_none():
     model = tiny()
-    compiled = torch.compile(model)
+    compiled: Any = torch.compile(model)
     for wrapped in (compiled, torch.nn.DataParallel(model), torch.nn.DataParallel(compiled)):
         assert TightCache("k4v4", model=wrapped).weights == TightCache("k4v4", model=model).weights
-    for wrong in ("folder", {}, torch.nn.Linear(2, 2)):
+    no_models: list[Any] = ["folder", {}, torch.nn.Linear(2, 2)]
+    for wrong in no_models:
         with pytest.raises(
             TypeError, match=rf"model is a {type(wrong).__name__}; TightCache takes"
         ):

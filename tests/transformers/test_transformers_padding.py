@@ -206,6 +206,7 @@ def test_a_mask_changed_in_place_is_not_what_it_was():
     from tightkv.integrations.transformers.steps import noted_padding
 
     mask = tightkv_mask(2, 1, 10, q_offset=9, attention_mask=padding_mask((0, 3), 10))
+    assert mask is not None
     assert noted_padding(mask, 2).starts == (0, 3)
     mask[0, 0, 0, 5] = False
     assert noted_padding(mask, 2) is None

@@ -5,6 +5,7 @@ import torch
 
 from helpers import add, exact_attention, make_cache, tokens
 from tightkv import KVQuantConfig, TightCache
+from tightkv.integrations.transformers.states import CompressedStates
 from tightkv.paged.attention import attend
 from tightkv.paged.cache import PagedKV
 from tightkv.paged.sequences import SequenceTable
@@ -96,6 +97,7 @@ def test_copies_of_a_float32_model_have_16_bits_and_an_end():
     key = torch.randn(1, 2, 20, 64)
     key[0, 0, 3, 5], key[0, 1, 7, 0] = 1e6, -3e38
     states, _ = cache.update(key, key, 0)
+    assert isinstance(states, CompressedStates)
     states.step.layer.commit()
     kv = cache.layers[0].kv
     assert kv.ring_key.dtype == kv.sink_key.dtype == torch.float16

@@ -48,7 +48,8 @@ class Layer:
         self.feedback = factors if feedback else None
 
     def seal(self, chosen: Tensor) -> None:
-        layer = SealedLayer(self.pages, *self.rings[:2], self.feedback, *self.rings[4:])
+        key, value, _, _, *scales = self.rings
+        layer = SealedLayer(self.pages, key, value, self.feedback, *scales)
         reference.seal_layers(self.codec, [layer], chosen)
 
     def run(
@@ -262,7 +263,7 @@ def test_a_page_that_waits_and_is_freed_is_not_sealed_over_its_next_owner() -> N
     scheduler.running = [one, two]
     scheduler.free = [block for block in scheduler.free if block not in blocks]
     scheduler.free += blocks[-2:]
-    scheduler.random.random = lambda: 0.9  # type: ignore[method-assign]
+    scheduler.random.random = lambda: 0.9
     for _ in range(2 * PAGE):
         decode(scheduler)
     assert {one.blocks[2], two.blocks[2]} == set(blocks[-2:])
@@ -447,8 +448,8 @@ def test_a_store_names_what_blocks_hold_in_each_table() -> None:
     worker.execute_model = lambda output: [write(*each) for each in output.written]
     watch_loads(worker)
     names = [NAMED + 1, NAMED + 2]
-    for (full, window), name in zip(((3, 4), (5, 3)), names, strict=True):  # 3 is free meanwhile
-        told = StoreStep(begun_firsts={0: {full: name}, 1: {window: name}})
+    for (full, window), held in zip(((3, 4), (5, 3)), names, strict=True):  # 3 is free meanwhile
+        told = StoreStep(begun_firsts={0: {full: held}, 1: {window: held}})
         written = ("full", full), ("window", window)
         worker.execute_model(SimpleNamespace(written=written, _tightkv_store_step=told))
         write("draft", full)  # after the model's step

@@ -108,7 +108,7 @@ def jobs(port: int, centers: Path) -> dict[str, dict[str, Any]]:
 
     def job(options: dict[str, Any] | None, *steps: list[list[int]], **more: Any) -> dict[str, Any]:
         extra = {"lmcache.mp.port": port, "lmcache.mp.mq_timeout": 60, **more.pop("extra", {})}
-        connector = {"kv_connector": "LMCacheMPConnector"}
+        connector: dict[str, Any] = {"kv_connector": "LMCacheMPConnector"}
         engine = {"model": "tiny", "kv_cache_memory_bytes": 4 << 20, **more.pop("engine", {})}
         if options is not None:
             ours = {"kv_connector": "TightLMCacheConnector", "kv_connector_module_path": MODULE}

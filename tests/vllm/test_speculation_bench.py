@@ -42,7 +42,8 @@ class Engine:
     """Sequences that get their first token one after another, and `speed` per step from then on."""
 
     def __init__(self, speed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.speed, self.tokens, self.now = speed, {}, 0.0
+        self.speed, self.now = speed, 0.0
+        self.tokens: dict[str, int] = {}
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 
     def add_request(self, name: str, prompt: Any, params: Any) -> None:

@@ -146,7 +146,7 @@ def builder(pages_per_block: int) -> Any:
     made = object.__new__(TightBuilder)
     cfg = KVQuantConfig(page_size=32, exact_pages=1, sinks=4, window_bits=16)
     layout = SimpleNamespace(cfg=cfg, page_size=32)
-    impl = SimpleNamespace(layout=layout, limits=Limits(2, 2, 4), short_prompt=0, window=None)
+    impl: Any = SimpleNamespace(layout=layout, limits=Limits(2, 2, 4), short_prompt=0, window=None)
     impl.step = SimpleNamespace(kernels=reference)
     impl.kernels, impl.reads, impl.feedback = reference, None, None
     rings = tuple(torch.zeros(n, 4, 1, 64) for n in (3, 3, 11, 11))

@@ -66,7 +66,8 @@ SHOWN += ("gemma4", "qwen3_next", "bloom")  # Bloom is refused
 
 def changing(choose: random.Random, count: int) -> list[int]:
     """A text that repeats itself with changes: n-grams propose drafts, and many are rejected."""
-    phrase, text = random_tokens(choose, 12), []
+    phrase = random_tokens(choose, 12)
+    text: list[int] = []
     while len(text) < count:
         text += phrase[: choose.randint(3, 9)] + random_tokens(choose, 3)
     return text[:count]
@@ -407,7 +408,7 @@ def test_a_soak_gives_the_answers_of_each_alone_and_leaves_nothing_behind(
 def test_prefix_hits_give_the_same_text(engines: dict[str, Any], name: str, tie: float) -> None:
     told = engines[f"{name} shared"]
     assert told["metrics"]["vllm:prefix_cache_hits"] > 4 * 150
-    assert_same_text(*batches(told), tie, share=0.75)
+    assert_same_text(*batches(told), tie=tie, share=0.75)
 
 
 @pytest.mark.thorough

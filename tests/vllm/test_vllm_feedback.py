@@ -142,7 +142,9 @@ def test_a_rank_has_its_own_heads_and_a_stage_its_own_layers(folder: Path) -> No
     whole = fitted(engine(folder))
     part = fitted(engine(folder), heads=1, numbers=(2, 3), place=(1, 2))
     for number, own in part.layers.items():
-        torch.testing.assert_close(factors(own, 1), factors(whole.layers[number])[1:])
+        of_all = factors(whole.layers[number])
+        assert of_all is not None
+        torch.testing.assert_close(factors(own, 1), of_all[1:])
 
 
 def test_layers_without_a_number_and_other_heads_have_none(folder: Path) -> None:
@@ -179,7 +181,7 @@ def test_centers_are_scaled_with_their_keys_and_both_are_the_format() -> None:
     from tightkv.integrations.vllm.prefix.cache_format import _meaning
     from tightkv.integrations.vllm.step.attention import TightAttention
 
-    impl = TightAttention.__new__(TightAttention)
+    impl: Any = TightAttention.__new__(TightAttention)
     impl.layout, impl.device = PageLayout(K4V4, 2, 16, torch.bfloat16), CPU
     impl.softcap = impl.sink_logits = impl.centers = impl.key_scale = None
     formats = [_meaning(0, impl)]

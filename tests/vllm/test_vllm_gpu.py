@@ -108,7 +108,7 @@ def jobs() -> dict[str, dict[str, Any]]:
     }
     generated = {"logprobs": VOCABULARY, "max_tokens": 24}
     for model in HYBRIDS:
-        shared = {"model": model, "sampling": generated}
+        shared: dict[str, Any] = {"model": model, "sampling": generated}
         listed[f"plain {model}"] = job(None, long, **shared)
         for name in ("k8v8", "k4v4"):
             prefixes = {"enable_prefix_caching": True, **shared}

@@ -78,7 +78,7 @@ def latent_attention(cfg: KVQuantConfig, kernels: Any) -> Any:
     layout = LatentLayout(cfg, RANK, ROPE, torch.float32)
     old = SimpleNamespace(num_heads=HEADS, scale=1.0)
     impl = object.__new__(TightLatentAttention)
-    impl.__init__(SimpleNamespace(impl=old), layout, kernels)  # type: ignore[misc]
+    impl.__init__(SimpleNamespace(impl=old), layout, kernels)
     return impl
 
 
@@ -146,7 +146,7 @@ def test_prompts_attend_to_stored_tokens_a_workspace_at_a_time() -> None:
     impl = object.__new__(TightLatentAttention)
     project = Projection(weight)
     old = SimpleNamespace(**dims, kv_b_proj=project, _use_flashinfer_concat_mla_k=False)
-    impl.__init__(SimpleNamespace(impl=old), layout, mla_reference)  # type: ignore[misc]
+    impl.__init__(SimpleNamespace(impl=old), layout, mla_reference)
 
     table = torch.randperm(24).reshape(3, 8).int()
     cache = torch.full((24, 1, layout.page_bytes), 0xFF, dtype=torch.uint8)

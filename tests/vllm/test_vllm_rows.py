@@ -41,7 +41,7 @@ def test_the_kernel_takes_the_steps_of_the_table(
         )  # fmt: skip
         return BatchRings(*(column[: len(lengths)] for column in rows))
 
-    scheduler.step = padded  # type: ignore[method-assign]
+    scheduler.step = padded
     for _ in range(60):
         scheduler.random_step()
     assert scheduler.kernel_steps[0] > 8 and scheduler.kernel_steps[1] > (2 if later else 8)

@@ -193,7 +193,7 @@ class Engine:
         self,
         kernels: Any,
         parts: list[BatchPart],
-        states: tuple[Tensor, ...],
+        states: tuple[Tensor, Tensor, Tensor],
         centers: tuple[Tensor, Tensor] | None = None,
         **options: Any,
     ) -> tuple[Tensor, ...]:
@@ -205,12 +205,13 @@ class Engine:
         return (output, pages, *rings)
 
 
-def states(count: int, seed: int) -> tuple[Tensor, ...]:
+def states(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """As a model has them: parts of one tensor."""
     make = torch.Generator().manual_seed(seed)
     heads = (HEADS * GROUP, HEADS, HEADS)
     qkv = torch.randn(count, sum(heads), DIM, generator=make).half()
-    return tuple(qkv.split(heads, 1))
+    query, key, value = qkv.split(heads, 1)
+    return query, key, value
 
 
 @pytest.mark.parametrize("cfg", WINDOWS)
@@ -274,9 +275,10 @@ def test_which_layers_have_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = PageLayout(CFG, 8, 128, torch.bfloat16)
     step = LayerStep(triton_kernels, Codec(layout), 0.125, None)
     monkeypatch.setattr(sdpa, "_VARLEN", [])
-    assert step.workspace_tokens is None, "the engine has no such attention"
+    found = [step.workspace_tokens]
     use_varlen(monkeypatch)
-    assert step.workspace_tokens == 65_536
+    found.append(step.workspace_tokens)
+    assert found == [None, 65_536]  # None: the engine has no such attention
     assert replace(step, window=100).workspace_tokens is None
     assert replace(step, softcap=30.0).workspace_tokens is None
     assert replace(step, kernels=reference).workspace_tokens is None
@@ -424,7 +426,9 @@ class Group:
         )  # fmt: skip
         return self.builder.build(0, common)
 
-    def forward(self, metadata: Any, given: tuple[Tensor, ...], keep: bool) -> list[Tensor]:
+    def forward(
+        self, metadata: Any, given: tuple[Tensor, Tensor, Tensor], keep: bool
+    ) -> list[Tensor]:
         """Output of each layer; its cache and rings are left as they were unless kept."""
         found = []
         for impl, cache in zip(self.builder.impls, self.caches, strict=True):

@@ -113,7 +113,7 @@ def test_every_kind_of_part_is_run(kernels: Backend) -> None:
 def test_parts_are_what_the_kernels_may_be_given() -> None:
     layout = PageLayout(CFG, HEADS, DIM)
     for part in kinds_of_parts(layout, make_rings(layout, 3), Kinds(33, 2)):
-        rows = BatchRings(*(int(column) for column in part.rows))  # type: ignore[arg-type]
+        rows = BatchRings(*(int(column) for column in part.rows))
         assert rows.lengths - rows.before == part.max_query_len == part.tokens.stop
         assert part.query_start_loc.tolist() == [0, part.max_query_len] and rows.ring_rows == 3
         assert part.block_table.shape[1] * layout.page_size >= rows.lengths

@@ -36,7 +36,7 @@ class PerDevice:
     def on(self, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
         """The constant on `device`, in its own dtype or another."""
         if device.type == "cuda" and device.index is None:  # the current one, today
-            device = torch.device("cuda", torch.cuda.current_device())
+            device = torch.device("cuda", torch.cuda.current_device())  # type: ignore[unreachable]
         place = device, dtype or self._value.dtype
         if place not in self._copies:
             with torch.inference_mode(False):
