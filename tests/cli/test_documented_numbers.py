@@ -799,7 +799,7 @@ def test_limits_in_vllm() -> None:
         f"up to {SHORT_PROMPT} new tokens of a prompt",
         f"more than {RING_SLACK} speculative tokens",
     )
-    expect("docs/eval.md", f"newest tokens of a config ({ring} by default)")
+    expect("docs/eval.md", f"fit the ring of a config ({ring} tokens by default)")
 
 
 # --- CPUs ----------------------------------------------------------------------------------------
@@ -938,6 +938,13 @@ def test_bytes_of_exported_caches() -> None:
         "docs/export.md",
         f"Of k4v4's {whole:.1f} MiB, which are {share:.3f} of bf16's, {mib['pages']:.1f} are "
         f"pages, {mib['ring']:.1f} the exact tokens of the rings, and {mib['feedback']:.1f} the",
+    )
+    ring = 30 * layout_of("k4v4", 3, 64).ring_tokens * 3 * (5 * 64 // 2 + 4) / 2**20  # of 8 bits
+    now, bf16 = whole - mib["ring"] + ring, memory["cache_bytes"]["bf16"] / 2**20
+    expect(
+        "docs/export.md",
+        f"With today's rings, of {ring:.1f} MiB, the caches take {now:.1f} MiB, {now / bf16:.3f} "
+        "of bf16's (computed)",
     )
     expect("docs/results.md", f"in {share:.2f} of the bytes of a bf16 cache")
 

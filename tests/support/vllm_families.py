@@ -93,7 +93,7 @@ ROWS = (
     Family("Qwen3-Next", "qwen3_next", "gated delta nets; built here, not run"),
     Family("Bloom", "bloom"),
     Family("Mistral 7B v0.1", "windows_only"),
-    Family("DeepSeek V2 and V3, Kimi K2", "latent", "latents (MLA), without an exact window"),
+    Family("DeepSeek V2 and V3, Kimi K2", "latent", "latents (MLA), without rings and sinks"),
     Family("Mamba", "mamba2"),
 )
 
