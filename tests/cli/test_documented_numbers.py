@@ -645,7 +645,8 @@ def test_the_first_screen_of_the_readme() -> None:
     expect(
         "README.md",
         f"128k tokens of Llama-3.1-8B take {size:.1f} GiB instead of {plain:.0f} GiB. In vLLM, "
-        f"{engine.ratio('k4v4', 'capacity'):.2f} times as many tokens fit beside the rings of 256",
+        f"{engine.ratio('k4v4', 'capacity'):.2f} times as many tokens fit, besides room for the "
+        "newest tokens of 256 sequences",
         f"decodes {tpot[0]} as fast as with bf16 at 8 x 32k tokens (fp8: {tpot[1]}, vLLM's own "
         f"TurboQuant: {tpot[2]}) and {engine.faster('k4v4', '1 x 2k')} at 1 x 2k.",
         f"{speed(ours['value'], bf16['value'])} the output tokens per second",
