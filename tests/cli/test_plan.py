@@ -302,6 +302,29 @@ def test_the_documented_bytes_of_windows(preset: str) -> None:
     assert row in (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
 
 
+def test_the_documented_bytes_of_gemma_3_27b() -> None:
+    shape = read_model_shape(
+        {
+            "model_type": "gemma3_text",
+            "hidden_size": 5376,
+            "num_hidden_layers": 62,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "head_dim": 128,
+            "sliding_window": 1024,
+            "sliding_window_pattern": 6,
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+        }
+    )
+    cfg = KVQuantConfig.preset("k4v4")
+    plans = (config_plan("k4v4", shape, cfg, windows=windows) for windows in (False, True))
+    plain, compressed = (f"{plan.total_bytes(8192) / 2**20:.0f}" for plan in plans)
+    page = " ".join((Path(__file__).parents[2] / "docs" / "vllm.md").read_text().split())
+    assert f"Gemma 3 27B takes {plain} MiB for a sequence of 8,192 tokens" in page
+    assert f"and {compressed} MiB with its sliding windows compressed" in page
+
+
 def test_windows_of_a_plan_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for config, note in (
         (GEMMA, "k4v4, k8v8: none of 2 sliding windows compressed"),
