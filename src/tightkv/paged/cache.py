@@ -1,4 +1,4 @@
-"""PagedKV: the compressed pages, exact ring and sinks of one layer. Knows no model.
+"""PagedKV: the compressed pages, ring and sinks of one layer. Knows no model.
 
 Tokens are appended, pages are sealed (when they leave the window, or as they complete:
 `SequenceTable`), and `view()` is what attention reads. Appending t tokens costs O(t): no history is

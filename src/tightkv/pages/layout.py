@@ -28,7 +28,7 @@ from tightkv.pages.pack import pack, unpack
 BLOCK = 32  # tokens whose codes are interleaved
 ALIGN = 16  # bytes every plane starts on
 SIDES = ("key", "value")
-RING_SLACK = 32  # tokens that can be taken back without shortening the exact window
+RING_SLACK = 32  # tokens that can be taken back without shortening the window
 MAX_TOKENS = 1 << 30  # in a sequence: kernels count in 32 bits
 
 
@@ -79,7 +79,7 @@ def token_fields(cfg: KVQuantConfig, side: str, head_dim: int) -> tuple[TokenFie
 
 
 def ring_tokens(cfg: KVQuantConfig, spare: bool = True) -> int:
-    """Tokens a sequence's exact ring holds: the window, and `spare` ones for speculation."""
+    """Tokens a sequence's ring holds: the window, and `spare` ones for speculation."""
     return cfg.exact_pages * cfg.page_size + (RING_SLACK if spare else 0)
 
 

@@ -20,7 +20,7 @@ from tightkv.paged.attention import attend
 from tightkv.paged.cache import PagedKV
 from tightkv.pages.layout import exact_dtype, page_layout
 
-# Up to this many new tokens are appended first and read back from the exact ring.
+# Up to this many new tokens are appended first and read back from the ring.
 _DECODE_TOKENS = 16
 
 

@@ -53,7 +53,7 @@ def _problem(options: Options, extra_tokens: int = 0, **changes: Any) -> Problem
 
 
 def _keys(problem: Problem, bits: int, **options: str | float) -> AttentionError:
-    """Keys compressed to `bits` outside the default exact window, values left alone."""
+    """Keys compressed to `bits` outside the default window, values left alone."""
     cfg = KVQuantConfig.from_dict({"key_bits": bits, "value_bits": 16, **options})
     return attention_error(cfg, problem)
 

@@ -42,7 +42,7 @@ class TightLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        self._looked_up = request.num_tokens - 1  # the request may seem to end at its exact window
+        self._looked_up = request.num_tokens - 1  # the request may seem to end at its window
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
         )

@@ -1,6 +1,6 @@
 """Blocks that a KV connector fills: as exact as vLLM's own cached prefixes, and nothing stale.
 
-A connector writes blocks without a step of the model, so the tags of exact rings and sinks
+A connector writes blocks without a step of the model, so the tags of rings and sinks
 (`ring_table`) do not see it. The scheduler knows which blocks those are, and tells the workers.
 Sinks are not stored. The workers keep some of sequences that ended, by the hash of their first
 block, and find them again when that block is loaded.

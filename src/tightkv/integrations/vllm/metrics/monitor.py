@@ -80,7 +80,7 @@ class EngineMonitor:
         """Update the metrics after a step.
 
         `running` sequences use a share `usage` of the blocks. `hits` new ones have a cached prefix,
-        which for `stateless` of them ends within their exact window.
+        which for `stateless` of them ends within their window.
         """
         rows = self.found.rows
         without = max(0, running - rows)

@@ -30,9 +30,9 @@ class CacheFormat:
     page_size: int
     exact_pages: int
     window_step: int
-    """Tokens by which the exact window moves on, in the layer where it begins first."""
+    """Tokens by which the window moves on, in the layer where it begins first."""
     rows: int
-    """Sequences that can have an exact ring at a time."""
+    """Sequences that can have a ring at a time."""
     bytes_per_token: float
     plain_bytes_per_token: int
     """Bytes per token of a 16-bit cache."""
@@ -45,7 +45,7 @@ class CacheFormat:
         return self.plain_bytes_per_token / self.bytes_per_token
 
     def reusable_tokens(self, newest: int) -> int:
-        """Tokens before the exact window of token `newest`."""
+        """Tokens before the window of token `newest`."""
         end = (newest // self.window_step + 1) * self.window_step
         return max(0, end // self.page_size - self.exact_pages) * self.page_size
 

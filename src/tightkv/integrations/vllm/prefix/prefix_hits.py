@@ -32,11 +32,11 @@ class HitEnds:
             self.step = coordinator.hash_block_size
 
     def most(self, newest: int) -> int:
-        """Tokens before the exact window of token `newest`, or without rings before that token."""
+        """Tokens before the window of token `newest`, or without rings before that token."""
         return self.found.reusable_tokens(newest) if self.found.rows else newest
 
     def kept_state(self, length: int, drops: bool) -> tuple[int, int]:
-        """Tokens of a prompt whose state is kept, before its exact window, and by vLLM itself.
+        """Tokens of a prompt whose state is kept, before its window, and by vLLM itself.
 
         `drops`: vLLM computes the last block of each hit again, for drafts.
         """
@@ -45,7 +45,7 @@ class HitEnds:
         return ours * self.step, own * self.step
 
     def takes_longer(self, hit: int, longer: int, newest: int) -> bool:
-        """Whether a prefix is taken that ends inside of the exact window."""
+        """Whether a prefix is taken that ends inside of the window."""
         if longer - hit <= newest - self.most(newest) + self.step:
             return False
         if not self.warned:
@@ -85,7 +85,7 @@ class HitEnds:
 
 
 def keep_windows_exact(coordinator: Any, ends: HitEnds) -> None:
-    """Let cached prefixes end where the exact window of a sequence begins.
+    """Let cached prefixes end where the window of a sequence begins.
 
     `coordinator` is vLLM's KVCacheCoordinator. Cached blocks hold codes alone. The tokens of the
     window are computed again, into blocks and a ring of the sequence's own.
@@ -133,7 +133,7 @@ def _keep_beginnings_of_windows(manager: Any, found: CacheFormat) -> None:
 
 
 def keep_states_before_windows(scheduler: Any, ends: HitEnds) -> None:
-    """End a chunk of each prompt at the last block before its exact window, where hits can end.
+    """End a chunk of each prompt at the last block before its window, where hits can end.
 
     vLLM keeps the state at the end of a chunk, and ends one at a prompt's last block. That one may
     be inside of the window; then it is not kept, so that a prompt takes as many steps as before.

@@ -84,7 +84,7 @@ def check_engine_options(options: EngineOptions, vllm_config: Any) -> None:
 
 
 def rings_obstacle(vllm_config: Any) -> str | None:
-    """Why no sequence of an engine can have an exact ring; None where they can."""
+    """Why no sequence of an engine can have a ring; None where they can."""
     if vllm_config.cache_config.prefix_match_unit is not None:
         return "with --prefix-match-unit vLLM copies blocks without the plugin's knowledge"
     return None

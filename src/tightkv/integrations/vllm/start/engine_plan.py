@@ -35,7 +35,7 @@ from tightkv.model_shape.compressible import OTHER_PAGES, windows_of_other_pages
 from tightkv.pages.layout import MAX_TOKENS, PageLayout, page_layout
 
 logger = logging.getLogger("vllm.tightkv")
-_ROWS_SHARE = 20  # the exact rings take at most a 20th of the device's memory
+_ROWS_SHARE = 20  # the rings take at most a 20th of the device's memory
 
 
 @dataclass(frozen=True)

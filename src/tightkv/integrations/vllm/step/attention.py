@@ -24,7 +24,7 @@ from tightkv.pages.layout import PageLayout
 
 
 class TightAttention(AttentionImpl):  # type: ignore[misc]
-    """Append to vLLM's blocks and to the exact rings, then attend to both."""
+    """Append to vLLM's blocks and to the rings, then attend to both."""
 
     packed_pages: int = 0
     """Of this layer in each block of vLLM's, where that holds the pages of all layers."""

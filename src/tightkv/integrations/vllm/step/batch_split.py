@@ -21,7 +21,7 @@ class Limits(NamedTuple):
     """Limits of an engine's batches."""
 
     sequences: int
-    rows: int  # sequences that can have an exact ring at a time
+    rows: int  # sequences that can have a ring at a time
     decoding: int  # new tokens of a sequence that decodes: more than one with speculation
 
     def most_as_decoding(self, sequences: int, short_prompt: int) -> int:

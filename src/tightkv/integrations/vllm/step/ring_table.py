@@ -1,4 +1,4 @@
-"""RingTable: which exact ring and sinks of the side pool each sequence of a batch owns.
+"""RingTable: which ring and sinks of the side pool each sequence of a batch owns.
 
 vLLM says for each step which blocks and how many tokens its sequences have, not which sequence
 it was that wrote them. So a row is tagged with what it was written for: the block of the newest
@@ -349,7 +349,7 @@ class RingTable:
         self.used_at[self.rows :].fill_(NEVER)
 
     def _window(self, newest: Tensor) -> Tensor:
-        """Where the exact window of token `newest` begins."""
+        """Where the window of token `newest` begins."""
         end = torch.div(newest, self.window_step, rounding_mode="floor") + 1
         return end * self.window_step - self.exact_pages * self.page_size
 

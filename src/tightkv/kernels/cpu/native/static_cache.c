@@ -134,7 +134,7 @@ static int ring_alone(const struct static_args *a, const struct spec *s)
 /* Full pages of max_tokens. */
 static int64_t whole_pages(const struct spec *s) { return s->max_tokens / s->layer.page_size; }
 
-/* The pages that can leave the exact window: the others have no codes to read. */
+/* The pages that can leave the window: the others have no codes to read. */
 static int64_t read_pages(const struct spec *s)
 {
     const int64_t size = s->layer.page_size;

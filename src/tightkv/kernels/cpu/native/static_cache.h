@@ -50,7 +50,7 @@ PUBLIC int tightkv_static_attention(const struct static_args *args, char *why, s
 struct spec {
     struct layer layer;
     int64_t exact_pages, ring, sinks, max_tokens;
-    int64_t window_step; /* tokens by which the exact window moves on */
+    int64_t window_step; /* tokens by which the window moves on */
 };
 
 struct refusal {

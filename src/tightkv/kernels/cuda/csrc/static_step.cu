@@ -13,7 +13,7 @@ struct StepParams {
     int *refused;                              // set where a step is refused
     int count, batch, max_tokens, page_size, exact_pages, ring, sinks, ring_slack;
     int ring_window;  // the sliding window of a layer without pages, or 0
-    int window_step;  // tokens by which the exact window moves on
+    int window_step;  // tokens by which the window moves on
 };
 
 struct Row {
