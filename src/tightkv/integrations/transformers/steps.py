@@ -39,11 +39,7 @@ class SharedSteps:
     """The table all layers share, moved on by the first layer of each forward pass."""
 
     def __init__(
-        self,
-        cfg: KVQuantConfig,
-        *,
-        offloading: bool = False,
-        watch: bool = False,
+        self, cfg: KVQuantConfig, *, offloading: bool = False, watch: bool = False
     ) -> None:
         """`watch`: the first keys are measured, because no weights have been."""
         # A layer's ring lives as long as its sequences, so open pages need no codes.

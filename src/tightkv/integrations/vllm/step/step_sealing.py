@@ -205,10 +205,7 @@ class SinkCopies:
 def copied(rows: BatchRings) -> tuple[Tensor, Tensor]:
     """Places [2 B] that sinks are copied to, and those that they are copied from."""
     own = rows.ring_rows
-    return (
-        torch.cat([rows.saved_at, own]).long(),
-        torch.cat([own, rows.sink_sources]).long(),
-    )
+    return torch.cat([rows.saved_at, own]).long(), torch.cat([own, rows.sink_sources]).long()
 
 
 class GroupRings:
