@@ -329,6 +329,29 @@ def test_quality_with_a_window_of_8_bits() -> None:
     expect("docs/calibrate.md", f"{calibrated} instead of {plain} without a calibration")
 
 
+def other_texts() -> dict[str, Row]:
+    return {
+        row["name"].replace(" calibration=auto", " calibrated"): row["quality"]
+        for row in rows("eval_texts")
+    }
+
+
+def other_texts_table() -> str:
+    lines = []
+    for name in ("k4v4", "k4v4 calibrated", "k2v2", "k2v2 calibrated"):
+        found = other_texts()[name]
+        by_text = {x["text"]: x["kl"] for x in found["by_text"]}
+        kls = (by_text[f"{text}.txt"] for text in ("jargon", "history.de", "history.ja"))
+        lines.append(line(name, *(f"{kl:.4f}" for kl in kls), f"{found['kl_p999']:.2f}"))
+    return "\n".join(lines)
+
+
+def test_quality_of_other_texts() -> None:
+    expect("docs/results.md", other_texts_table())
+    worst = max(x["kl"] for x in other_texts()["k4v4"]["by_text"])
+    expect("README.md", f"(SmolLM2 on Japanese text: {worst:.4f})")
+
+
 def test_quality_in_the_measurements() -> None:
     expect("docs/measurements.md", long_table(), vllm_quality_table(), plain_models_table())
 
