@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class HostWorker(OffloadingWorker):
@@ -43,3 +45,23 @@ class HostWorker(OffloadingWorker):
 class HostSpec(CPUOffloadingSpec):
     def get_worker(self, kv_caches: Any) -> HostWorker:
         return HostWorker(kv_caches, self.num_chunks)
+
+
+class TieringWorker(HostWorker):
+    """The same, with the memory that vLLM's other tiers (files) read and write."""
+
+    def __init__(self, caches: Any, region: SharedOffloadRegion) -> None:
+        super().__init__(caches, 0)
+        self.host = [region.create_next_worker_view(cache.shape[1]) for cache in self.caches]
+
+
+class HostTieringSpec(TieringOffloadingSpec):
+    def get_worker(self, kv_caches: Any) -> TieringWorker:
+        region = SharedOffloadRegion(
+            engine_id=self._engine_id,
+            num_chunks=self.num_chunks,
+            rank=self.config.parallel.rank,
+            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+            cpu_page_size=self.cpu_page_size_per_worker,
+        )
+        return TieringWorker(kv_caches, region)
