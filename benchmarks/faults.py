@@ -19,36 +19,33 @@ where anything is wrong, but for what vLLM's own tier cannot see (UNSEEN).
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import multiprocessing
 import os
 import random
 import shutil
-import signal
-import struct
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-SUPPORT = Path(__file__).resolve().parents[1] / "tests" / "support"
-sys.path[:0] = [str(Path(__file__).parent), str(SUPPORT)]
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / part) for part in ("benchmarks", "tests/support", "examples/vllm")]
 
+import saved_faults  # noqa: E402
+from saved_faults import flipped  # noqa: E402
 from soak import SETTINGS, import_engine, in_a_process, provenance  # noqa: E402
 
 VOCABULARY, PAGE, TOKENS = 258, 32, 4
 PIECE = 400  # faults of one engine, before it starts again
 TIERS: dict[str, dict[str, Any]] = {
     "vllm": {"type": "fs"},
-    "tightkv": {
-        "type": "TightFileTier",
-        "module_path": "tightkv.integrations.vllm.connectors.file_tier",
-    },
+    "checked": {"type": "CheckedFileTier", "module_path": "checked_files"},
 }
 OPTIONS = {"preset": "k4v4", "page_size": PAGE, "exact_pages": 2}
 # Stores that are not the engine's own: by options, or by what the engine is started with.
@@ -57,11 +54,13 @@ FOREIGN: dict[str, dict[str, Any]] = {
     "other_preset": {"options": {"preset": "k8v4"}},
     "other_version": {"version": 1},
     "other_weights": {"model": "other"},
+    "other_ranks": {"ranks": 2},
 }
 # Files that have the right name and length and other bytes. vLLM's tier has no checksums.
 UNSEEN = {
     *("flip", "zero", "exchange_blocks", "exchange_prompts", "other_prompt", "other_layers"),
-    *("foreign_seed", "foreign_preset", "foreign_version", "foreign_weights", "late_flip"),
+    *("foreign_seed", "foreign_preset", "foreign_version", "foreign_weights"),
+    *("foreign_ranks", "late_flip"),
 }
 
 
@@ -72,10 +71,11 @@ class Case:
     memory: int = 2 << 20
     lengths: tuple[int, int] = (330, 480)  # of prompts; blocks are longer with other layers
     states: bool = False
+    ranks: bool = False  # whether two ranks can share the model
 
 
 CASES = {
-    "dense": Case(1 << 20, (140, 300)),
+    "dense": Case(1 << 20, (140, 300), ranks=True),
     "windows": Case(),
     "states": Case(4 << 20, states=True),
     "convolutions": Case(4 << 20, states=True),
@@ -87,9 +87,10 @@ def write_models(name: str, folder: Path) -> None:
     """The model of a case, and one of the same shape with other weights: "own" and "other"."""
     import torch
     import transformers as hf
+    from transformers import LlamaConfig
+
     from models import MAMBA, SHAPE
     from tiny_folder import lfm2_for_vllm, write_model
-    from transformers import LlamaConfig
 
     shape = {**SHAPE, "head_dim": 32, "vocab_size": VOCABULARY}
     states = {**MAMBA, "mamba_d_state": 64, "mamba_chunk_size": PAGE}
@@ -148,6 +149,7 @@ class Engine:
 
     def __init__(self, job: dict[str, Any], root: str | None, foreign: str | None = None) -> None:
         from vllm import LLM, SamplingParams
+        from vllm.v1.executor import multiproc_executor
 
         from tightkv.config import quant
 
@@ -155,6 +157,8 @@ class Engine:
         quant.FORMAT_VERSION += other.get("version", 0)
         if case.states:
             prepare_states()
+        if "ranks" in other:
+            multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
         options = {**OPTIONS, **other.get("options", {})}
         more = {} if root is None else {"kv_transfer_config": transfer(job["tier"], root)}
         self.llm = LLM(
@@ -166,6 +170,7 @@ class Engine:
             max_num_seqs=1 if case.states else 4,
             max_logprobs=20,
             kv_cache_memory_bytes=case.memory,
+            tensor_parallel_size=other.get("ranks", 1),
             additional_config={"tightkv": options},
             **more,
         )
@@ -281,7 +286,9 @@ def make_references(job: dict[str, Any]) -> dict[str, Any]:
                 path.unlink()
             answer = engine.ask(prompt)
             if not answer.equals(answers.setdefault(answer.loaded, answer)):
-                problems.append(f"prompt {which}: not the same answer again, {answer.loaded} loaded")
+                problems.append(
+                    f"prompt {which}: not the same answer again, {answer.loaded} loaded"
+                )
         found.append([vars(answer) for answer in answers.values()])  # of the whole store first
     engine.reset()
     store.restore()
@@ -342,13 +349,6 @@ def flip(r: Round, prompt: int) -> list[Path]:
     path = r.one(prompt)
     path.write_bytes(flipped(r.choose, path.read_bytes()))
     return [path]
-
-
-def flipped(choose: random.Random, data: bytes, least: int = 1) -> bytes:
-    changed = bytearray(data)
-    for _ in range(choose.choice((least, 8, 64))):
-        changed[choose.randrange(len(changed))] ^= 1 << choose.randrange(8)
-    return bytes(changed)
 
 
 def zero(r: Round, prompt: int) -> list[Path]:
@@ -421,10 +421,11 @@ def delete_folder(r: Round, prompt: int) -> list[Path]:
 def drop_index(r: Round, prompt: int) -> list[Path]:
     """The file that describes the store, deleted or half written."""
     (path,) = [path for path in r.store.files if path.name == "config.json"]
+    data = r.store.files[path]
     if r.choose.random() < 0.5:
-        path.unlink()
+        path.unlink(missing_ok=True)
     else:
-        os.truncate(path, r.choose.randrange(path.stat().st_size))
+        path.write_bytes(data[: r.choose.randrange(len(data))])
     return []
 
 
@@ -476,9 +477,7 @@ FAULTS: dict[str, Callable[[Round, int], list[Path]]] = {
     "drop_index": drop_index,
     "half_written": half_written,
     "no_file": no_file,
-    **{
-        f"late_{what}": at_reading(what) for what in ("delay", "error", "delete", "cut", "flip")
-    },
+    **{f"late_{what}": at_reading(what) for what in ("delay", "error", "delete", "cut", "flip")},
 }
 
 
@@ -519,8 +518,6 @@ class Tally(Counter[str]):
         """`known`: by the number of loaded tokens, first that of a whole store."""
         self["answers"] += 1
         right = known.get(answer.loaded)
-        if os.environ.get("DBG") and (right is None or not answer.equals(right)):
-            print("WRONG", answer.loaded, sorted(known), answer.tokens, [(k, a.tokens, answer.equals(a)) for k,a in known.items()], [abs(x[1]-y[1]) for x,y in zip(answer.logprobs[0], (right or answer).logprobs[0])][:3], file=sys.stderr)
         if right is None or not answer.equals(right):
             self["wrong"] += 1
             self["wrong_tokens"] += right is None or answer.tokens != right.tokens
@@ -665,7 +662,7 @@ def store_block(path: Path, data: bytes, tier: str) -> None:
 
         batch_store_block([str(path)], memoryview(data), [0], len(data), False)
     else:
-        from tightkv.integrations.vllm.connectors.file_tier import store_blocks
+        from checked_files import store_blocks
 
         store_blocks([(path, memoryview(data)[:-32])])
 
@@ -704,7 +701,9 @@ def _run_case(
     job.update(in_a_process(write_store, job))
     job["blocks"] = sum(1 for _ in Path(job["root"]).rglob("*.bin"))
     job["foreign_stores"] = {}
-    for other in FOREIGN:
+    for other, differs in FOREIGN.items():
+        if "ranks" in differs and not CASES[name].ranks:
+            continue
         root = str(folder / other)
         told = in_a_process(write_store, {**job, "root": root, "foreign": other})
         job["foreign_stores"][other] = root, told["hashes"]
@@ -720,7 +719,8 @@ def _run_case(
         fresh = next(x for x in answers if x["loaded"] == 0)
         same += answers[0]["tokens"] == fresh["tokens"]
     found: dict[str, Tally] = {}
-    job["kinds"] = list(FAULTS)
+    absent = {x.replace("other", "foreign") for x in FOREIGN.keys() - job["foreign_stores"].keys()}
+    job["kinds"] = [kind for kind in FAULTS if kind not in absent]
     left = [
         (f"store_of_{other}", renamed_store(job, root))
         for other, (root, _) in job["foreign_stores"].items()
@@ -732,7 +732,7 @@ def _run_case(
         mine = {"left": left[piece::pieces], "faults": faults // pieces, "seed": f"{seed} {piece}"}
         for kind, counts in in_a_process(run_rounds, {**job, **mine}).items():
             found.setdefault(kind, Tally()).update(counts)
-    shared = {"case": name, "tier": tier, "preset": OPTIONS["preset"], "seed": seed}
+    shared = {"model": name, "store": f"files, {tier}", "preset": OPTIONS["preset"], "seed": seed}
     shared |= {"prompts": prompts, "loads_with_fresh_tokens": same}
     for kind in sorted(found):
         yield {**shared, "fault": kind, **counted(found[kind]), "problems": problems}
@@ -741,3 +741,55 @@ def _run_case(
 def counted(tally: Counter[str]) -> dict[str, int]:
     names = ("faults", "answers", "right", "missed", "refused", "wrong", "wrong_tokens")
     return {name: tally[name] for name in names}
+
+
+def run_saved(name: str, faults: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Rows of saved caches of a model."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = {"case": name, "folder": folder, "faults": faults, "seed": seed}
+        found = in_a_process(saved_faults.run_saved, job)
+    shared = {"model": name, "store": "TightCache.save", "preset": "k4v4", "seed": seed}
+    for kind in sorted(found):
+        yield {**shared, "fault": kind, **counted(Counter(found[kind])), "problems": []}
+
+
+def is_fine(row: dict[str, Any]) -> bool:
+    expected = row["store"] == "files, vllm" and row["fault"] in UNSEEN
+    return not row["problems"] and (expected or not row["wrong"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--faults", type=int, default=400, help="per model and tier; 400")
+    parser.add_argument("--saved-faults", type=int, default=1000, help="per model; 1000")
+    parser.add_argument("--kills", type=int, default=10, help="engines that are killed; 10")
+    parser.add_argument("--models", nargs="*", choices=tuple(CASES), default=tuple(CASES))
+    parser.add_argument("--tiers", nargs="*", choices=tuple(TIERS), default=tuple(TIERS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="appends the rows to this file")
+    args = parser.parse_args()
+    os.environ.update({**SETTINGS, "TORCH_COMPILE_DISABLE": "1", "NUMBA_DISABLE_JIT": "1"})
+    import_engine()
+    from tightkv.tools.rows import append_rows
+
+    about, fine = provenance(), True
+    cases: list[Callable[[], Any]] = []
+    if args.saved_faults:
+        each = saved_faults.MODELS
+        cases += [partial(run_saved, name, args.saved_faults, args.seed) for name in each]
+    for name in args.models if args.faults else ():
+        given = args.faults, args.kills, args.seed
+        cases += [partial(run_case, name, tier, *given) for tier in args.tiers]
+    for case in cases:
+        rows = list(case())
+        for row in rows:
+            sys.stdout.write(json.dumps(row) + "\n")
+        sys.stdout.flush()
+        if args.out is not None:
+            append_rows(args.out, [{**row, **about} for row in rows])
+        fine = fine and all(map(is_fine, rows))
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -65,6 +65,12 @@ def worker_format(worker: Any) -> CacheFormat | None:
     return replace(found, block_bytes=max(block_bytes))
 
 
+def weights_mark(worker: Any) -> str:
+    """A digest of the first numbers of a worker's parameters, on which what blocks hold depends."""
+    parameters = (x.detach() for x in worker.get_model().parameters() if x.numel())
+    return _hash(*(x[(0,) * (x.dim() - 1)].flatten()[:8] for x in parameters))
+
+
 def _impls(vllm_config: Any) -> dict[str, Any]:
     """The attention of layers that have pages of their own."""
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)

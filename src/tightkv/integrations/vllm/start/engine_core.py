@@ -11,6 +11,7 @@ from tightkv.integrations.vllm.prefix.cache_format import (
     ENGINE_FORMAT,
     CacheFormat,
     joined,
+    weights_mark,
     worker_format,
 )
 from tightkv.integrations.vllm.prefix.prefix_hits import (
@@ -27,9 +28,11 @@ def read_format(engine: Any, vllm_config: Any) -> None:
     """Ask the workers of an EngineCore, whose caches were just made, what they hold."""
     found = joined(engine.model_executor.collective_rpc(worker_format))
     object.__setattr__(vllm_config, ENGINE_FORMAT, found)
-    has_store = vllm_config.kv_transfer_config is not None
-    separate_block_hashes(found.fingerprint if found is not None and has_store else None)
-    if found is not None and found.rows and has_store:
+    if found is None or vllm_config.kv_transfer_config is None:
+        return separate_block_hashes(None)
+    weights = engine.model_executor.collective_rpc(weights_mark)
+    separate_block_hashes(" ".join([found.fingerprint, *weights]))
+    if found.rows:
         engine.model_executor.collective_rpc(watch_loads)
 
 
@@ -51,11 +54,11 @@ def follow_scheduler(scheduler: Any, vllm_config: Any) -> None:
 
 
 def separate_block_hashes(fingerprint: str | None) -> None:
-    """Give the engine that is being built in this process hashes of its format; None: vLLM's own.
+    """Give the engine that is being built in this process hashes of its own; None: vLLM's.
 
     KV connectors store blocks under vLLM's block hashes, or under names made from them. A hash
-    covers tokens, and neither the preset nor the calibration that the bytes of a block depend on.
-    Another engine of the process may have another format, so the hashes are the engine's own.
+    covers tokens, but not the preset, the calibration and the weights that a block's bytes are of.
+    Another engine of the process may have others, so the hashes are the engine's own.
     """
     if fingerprint is None:
         core.get_request_block_hasher = _make_hasher

@@ -1,7 +1,13 @@
-"""TightFileTier: vLLM's tier of files for an OffloadingConnector, with a digest in each file.
+"""CheckedFileTier: vLLM's tier of files for an OffloadingConnector, with a digest in each file.
 
-vLLM's own ("fs") reads every file that is long enough, whatever is in it. Here a file ends with the
-SHA-256 of its name and its block. One that does not fit is deleted, and its tokens are computed.
+    PYTHONPATH=examples/vllm tightkv serve MODEL --kv-transfer-config '{"kv_connector":
+        "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
+        "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 17179869184, "secondary_tiers":
+        [{"type": "CheckedFileTier", "module_path": "checked_files", "root_dir": "/ssd/kv"}]}}'
+
+vLLM's own tier ("fs") reads every file that is long enough, whatever is in it. Here a file ends
+with the SHA-256 of its name and its block. A file that does not fit is deleted, and its tokens are
+computed. Files go through the page cache. vLLM 0.32 and 0.33.
 """
 
 import hashlib
@@ -11,10 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-try:
-    from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
-except ImportError as error:
-    raise ImportError("TightFileTier needs vLLM 0.32 or later") from error
+from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
 from tightkv.files.atomic import whole_file
 
@@ -24,7 +27,7 @@ _DIGEST = 32  # bytes
 Blocks = Sequence[tuple[Path, memoryview]]
 
 
-class TightFileTier(FileSystemTierManager):  # type: ignore[misc]
+class CheckedFileTier(FileSystemTierManager):
     """Set type to its name and module_path to this module's, in secondary_tiers."""
 
     def submit_store(self, job_metadata: Any) -> None:
