@@ -678,16 +678,29 @@ def renamed_store(job: dict[str, Any], root: str) -> str:
 
 # --- a case ---
 def run_case(
-    name: str, tier: str, faults: int, kills: int, seed: int, prompts: int = 12
+    name: str,
+    tier: str,
+    faults: int,
+    kills: int,
+    seed: int,
+    prompts: int = 12,
+    others: Sequence[str] = tuple(FOREIGN),
 ) -> list[dict[str, Any]]:
-    """Rows of a model and a tier, one for each kind of fault."""
+    """Rows of a model and a tier, one for each kind of fault. `others`: stores that exist, too."""
     shm = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=shm) as folder:
-        return list(_run_case(Path(folder), name, tier, faults, kills, seed, prompts))
+        return list(_run_case(Path(folder), name, tier, faults, kills, seed, prompts, others))
 
 
 def _run_case(
-    folder: Path, name: str, tier: str, faults: int, kills: int, seed: int, prompts: int
+    folder: Path,
+    name: str,
+    tier: str,
+    faults: int,
+    kills: int,
+    seed: int,
+    prompts: int,
+    others: Sequence[str],
 ) -> Iterator[dict[str, Any]]:
     choose = random.Random(f"{name} {tier} {seed}")
     write_models(name, folder)
@@ -701,8 +714,8 @@ def _run_case(
     job.update(in_a_process(write_store, job))
     job["blocks"] = sum(1 for _ in Path(job["root"]).rglob("*.bin"))
     job["foreign_stores"] = {}
-    for other, differs in FOREIGN.items():
-        if "ranks" in differs and not CASES[name].ranks:
+    for other in others:
+        if "ranks" in FOREIGN[other] and not CASES[name].ranks:
             continue
         root = str(folder / other)
         told = in_a_process(write_store, {**job, "root": root, "foreign": other})

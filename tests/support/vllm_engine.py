@@ -17,7 +17,8 @@ states inside of a step, which its kernel for CPUs does not return. With "hands_
 engine stays for jobs with "taken_over", that file and the number of a batch: they take over its
 prompts by NIXL. With "kernels", those run; with "seals_at_once", no page waits to be sealed. With
 "stays", the engine is there until all jobs of its file have run.
-{"soak": arguments of benchmarks/soak.py's run} is a job, too.
+{"soak": arguments of benchmarks/soak.py's run} is a job, too, and so is {"faults": arguments of
+benchmarks/faults.py's run_case}.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ ENGINES_THAT_STAY: list[Any] = []
 def run_job(job: dict[str, Any]) -> dict[str, Any]:
     if "soak" in job:
         return run_soak(job["soak"])
+    if "faults" in job:
+        return {"rows": run_faults(job["faults"])}
     from vllm import LLM, SamplingParams
 
     engine = {
@@ -262,6 +265,13 @@ def run_soak(arguments: dict[str, Any]) -> dict[str, Any]:
 
     row: dict[str, Any] = soak.run(**arguments)
     return row
+
+
+def run_faults(arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+    import faults
+
+    return faults.run_case(**arguments)
 
 
 def tightkv_metrics() -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import Any
 
 # Longest first: they start in this order.
 GROUPS = {
-    "vllm engine": ("vllm_engine", "vllm_prefixes", "vllm_sealing"),
+    "vllm engine": ("vllm_engine", "vllm_prefixes", "vllm_sealing", "faults"),
     "sanitizers": ("hostile_files",),
     "cuda on host": ("feedback", "kernels_cuda"),
     **{
