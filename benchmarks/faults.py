@@ -362,7 +362,8 @@ def zero(r: Round, prompt: int) -> list[Path]:
 
 
 def exchange_blocks(r: Round, prompt: int) -> list[Path]:
-    return exchange(r.one(prompt), r.one(prompt))
+    (_, one), (_, two) = r.choose.sample(r.files[prompt], 2)
+    return exchange(one, two)
 
 
 def exchange_prompts(r: Round, prompt: int) -> list[Path]:
@@ -393,11 +394,12 @@ def other_layers(r: Round, prompt: int) -> list[Path]:
 
 
 def foreign(name: str) -> Callable[[Round, int], list[Path]]:
-    """The same page of the same prompt, from a store of another engine."""
+    """The same page of the same prompt, or one of another length, from another engine's store."""
 
     def replace(r: Round, prompt: int) -> list[Path]:
         page, path = r.choose.choice(r.files[prompt])
-        found = r.foreign[name][prompt].get(page) or [r.store.files[path]]
+        pages = r.foreign[name][prompt]
+        found = pages.get(page) or [data for each in pages.values() for data in each]
         path.write_bytes(r.choose.choice(found))
         return [path]
 
@@ -637,34 +639,31 @@ def kill_writer(job: dict[str, Any], choose: random.Random) -> str:
     """A process that writes blocks as the tier does, again and again, and is killed."""
     folder = tempfile.mkdtemp(dir=job["folder"])
     shutil.copytree(job["root"], folder, dirs_exist_ok=True)
-    process = multiprocessing.get_context("fork").Process(
-        target=write_again, args=(folder, job["tier"])
-    )
-    process.start()
-    time.sleep(choose.uniform(0.01, 0.06))
-    process.kill()
-    process.join()
+    saved_faults.kill_at_work(choose, write_again, folder, block_writer(job["tier"]))
     return folder
 
 
-def write_again(folder: str, tier: str) -> None:
+def write_again(begun: Any, folder: str, write: Callable[[Path, bytes], None]) -> None:
     """Files vanish in turn and are stored again: there is always one that is being written."""
     files = [(path, path.read_bytes()) for path in Path(folder).rglob("*.bin")]
+    begun.set()
     while True:
         for path, data in files:
             path.unlink()
-            store_block(path, data, tier)
+            write(path, data)
 
 
-def store_block(path: Path, data: bytes, tier: str) -> None:
+def block_writer(tier: str) -> Callable[[Path, bytes], None]:
+    """How a tier writes the file of a block. Imports what that takes."""
     if tier == "vllm":
         from vllm.v1.kv_offload.tiering.fs.io import batch_store_block
 
-        batch_store_block([str(path)], memoryview(data), [0], len(data), False)
-    else:
-        from checked_files import store_blocks
+        return lambda path, data: batch_store_block(
+            [str(path)], memoryview(data), [0], len(data), False
+        )
+    from checked_files import store_blocks
 
-        store_blocks([(path, memoryview(data)[:-32])])
+    return lambda path, data: store_blocks([(path, memoryview(data)[:-32])])
 
 
 def renamed_store(job: dict[str, Any], root: str) -> str:

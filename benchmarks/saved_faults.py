@@ -203,7 +203,7 @@ def run_saved(job: dict[str, Any]) -> dict[str, dict[str, int]]:
     caches = cache_of(model, 150), cache_of(model, 150, seed=2)
     for _ in range(round(KILLED * job["faults"])):
         path.write_bytes(saved.data)
-        kill_a_save(caches, path, choose)
+        kill_at_work(choose, save_again, caches, path)
         found = outcome(path, [known, known_other], model)
         tallies.setdefault("killed_save", Counter()).update(["faults", found])
     shutil.rmtree(folder)
@@ -216,16 +216,22 @@ def faults(saved: Saved, count: int) -> Iterator[tuple[str, bytes | None]]:
         yield kind, FAULTS[kind](saved)
 
 
-def kill_a_save(caches: tuple[Any, Any], path: Path, choose: random.Random) -> None:
-    """A process that saves one cache over the other, again and again, until it is killed."""
-    process = multiprocessing.get_context("fork").Process(target=save_again, args=(caches, path))
+def kill_at_work(choose: random.Random, work: Callable[..., None], *given: Any) -> None:
+    """A process that works until it is killed; `work` says when it has begun."""
+    context = multiprocessing.get_context("fork")
+    begun = context.Event()
+    process = context.Process(target=work, args=(begun, *given))
     process.start()
-    time.sleep(choose.uniform(0.005, 0.03))
+    if not begun.wait(60):
+        raise AssertionError("the process that was to be killed did not begin")
+    time.sleep(choose.uniform(0, 0.02))
     process.kill()
     process.join()
 
 
-def save_again(caches: tuple[Any, Any], path: Path) -> None:
+def save_again(begun: Any, caches: tuple[Any, Any], path: Path) -> None:
+    """Each cache over the other, again and again."""
     while True:
         for cache in caches:
             cache.save(path)
+        begun.set()
