@@ -56,9 +56,8 @@ def follow_scheduler(scheduler: Any, vllm_config: Any) -> None:
 def separate_block_hashes(fingerprint: str | None) -> None:
     """Give the engine that is being built in this process hashes of its own; None: vLLM's.
 
-    KV connectors store blocks under vLLM's block hashes, or under names made from them. A hash
-    covers tokens, but not the preset, the calibration and the weights that a block's bytes are of.
-    Another engine of the process may have others, so the hashes are the engine's own.
+    KV connectors store blocks under vLLM's block hashes, which cover tokens. The bytes of a block
+    depend on its format and on the weights, too, and another engine of the process may have others.
     """
     if fingerprint is None:
         core.get_request_block_hasher = _make_hasher
