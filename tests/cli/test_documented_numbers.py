@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -921,6 +922,61 @@ def test_agents_that_come_back() -> None:
     assert {tuple(row[name] for name in sizes) for row in found.values()} == {
         (24, 12288, 2048, 256, 4, 1, 4, 12)
     }
+
+
+FAULTS = {
+    "is missing, short or cannot be read": (
+        *("cut", "delete", "delete_folder", "half_written", "no_file"),
+        *("late_cut", "late_delete", "late_error"),
+    ),
+    "is longer, is read slowly, or the store's index is gone": (
+        "extend",
+        "drop_index",
+        "late_delay",
+    ),
+    "has other bytes": ("flip", "zero", "late_flip"),
+    "is that of another block, or its layers are": (
+        *("exchange_blocks", "exchange_prompts", "other_prompt", "other_layers"),
+    ),
+    "is of another seed, preset, version, model or number of ranks": tuple(
+        f"foreign_{name}" for name in ("seed", "preset", "version", "weights", "ranks")
+    ),
+    "and all others are of such an engine": tuple(
+        f"store_of_other_{name}" for name in ("seed", "preset", "version", "weights", "ranks")
+    ),
+    "is left by a writer that was killed, or by an engine before": (
+        *("killed_engine", "killed_writer", "restart"),
+    ),
+}
+
+
+def test_faults_in_stores() -> None:
+    names = ("faults", "answers", "right", "missed", "refused", "wrong")
+    tables: dict[str, dict[str, Counter[str]]] = {}
+    for row in rows("faults"):
+        assert not row["problems"]
+        of_store = tables.setdefault(row["store"], {})
+        of_store.setdefault(row["fault"], Counter()).update({name: row[name] for name in names})
+
+    def total(store: str, faults: Iterable[str]) -> Counter[str]:
+        return sum((tables[store].get(fault, Counter()) for fault in faults), Counter[str]())
+
+    for line, kinds in FAULTS.items():
+        checked, vllm = (total(f"files, {tier}", kinds) for tier in ("checked", "vllm"))
+        counts = [checked[name] for name in ("faults", "answers", "right", "missed", "wrong")]
+        cells = [f"{count:,}" for count in (*counts, vllm["answers"], vllm["wrong"])]
+        expect("docs/vllm.md", f"| {line} | {' | '.join(cells)} |")
+    faults = {kind for kinds in FAULTS.values() for kind in kinds}
+    for tier in ("checked", "vllm"):
+        assert tables[f"files, {tier}"].keys() - faults <= {"none"}
+    checked, saved = (total(x, tables[x]) for x in ("files, checked", "TightCache.save"))
+    assert checked["wrong"] == saved["wrong"] == 0
+    expect(
+        "docs/vllm.md",
+        f"{checked['faults']:,} faults and {checked['answers']:,} answers, none of them wrong",
+        f"{saved['faults']:,} faults in files of `TightCache.save`: {saved['refused']:,} refused",
+    )
+    expect("docs/log.md", f"{checked['faults']:,} faults", f"{saved['faults']:,} faults")
 
 
 # --- exported models ------------------------------------------------------------------------------
