@@ -26,7 +26,7 @@ step few 300 $engine $caches --size 1x2k
 step ragged 720 $engine $caches --size 32x8k --size 32x6k-10k --size 128x2k --size 128x1k-3k \
     --size 256x1k --size 256x512-1536 --prefill 2048
 step ragged_rivals 900 $engine --kv auto --kv k4v4 $rivals --size 128x1k-3k --size 32x6k-10k --repeats 1
-step mixed 600 $engine --kv auto --kv fp8 --kv k4v4 --mixed 160
+step mixed 600 $engine --kv auto --kv fp8 --kv k4v4 --kv k2v2 --mixed 112 --kv-memory 52GiB
 step long 300 $engine --kv auto --kv k4v4 --prefill 65536 --prefill 131000
 step rivals 600 $engine $rivals --size 32x8k --size 8x32k
 step agents 420 python3 "$here/agent_replay.py" --agents 24 --gpu-gib 1 --host-gib 4 --seconds 40 \
