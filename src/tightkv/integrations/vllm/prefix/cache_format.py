@@ -67,7 +67,7 @@ def worker_format(worker: Any) -> CacheFormat | None:
 
 def weights_mark(worker: Any) -> str:
     """A digest of the first numbers of a worker's parameters, on which what blocks hold depends."""
-    found = (x.detach() for x in worker.get_model().parameters() if x.numel())
+    found = (x.detach() for x in worker.get_model().parameters() if x.numel() and not x.is_meta)
     plain = (x for x in found if not hasattr(x, "__tensor_flatten__"))  # else made of others
     return _hash(*(x[(0,) * (x.dim() - 1)].flatten()[:8] for x in plain))
 
