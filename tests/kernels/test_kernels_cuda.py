@@ -548,7 +548,7 @@ def test_selection():
         ("cp_async_wait<EXACT_APART ? 0 : STAGES - 1>();  // exact tokens", 128),
         ("__syncwarp();  // lanes read exact tokens that others copied", 128),
         ("barrier_wait(barriers + 8 * at_stage, odd);", 128),
-        ("__syncthreads();\n    // One factor for all columns", 128),
+        ("__syncthreads();\n    top = 0.f;", 128),
         ("cp_async_wait<EXACT_APART ? 0 : STAGES - 1>();  // exact tokens", 512),
         ("cp_async_wait<STAGES - 1>();  // tokens of the ring", 128),
         ("__syncwarp();  // lanes read tokens of the ring that others copied", 128),
