@@ -118,6 +118,13 @@ NIXL = {
 }
 
 
+OTHER_ROPE = {"rope_type": "default", "rope_theta": 500.0}
+
+
+def with_engine(job: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {**job, "engine": {**job["engine"], **more}}
+
+
 def store_job(
     options: dict[str, Any], folder: Path, model: str = "tiny", **job_options: Any
 ) -> dict[str, Any]:
@@ -236,6 +243,9 @@ def jobs(folder: Path) -> dict[str, dict[str, Any]]:
         "store again": store_job(K8V8, store),
         "store of another seed": store_job({**K8V8, "seed": 1}, store),
         "store of other weights": store_job(K8V8, store, model="other weights"),
+        "store of other positions": with_engine(
+            store_job(K8V8, store), hf_overrides={"rope_parameters": OTHER_ROPE}
+        ),
         "store of another version": new_weights(
             store_job(K8V8, store, format_version=FORMAT_VERSION + 1)
         ),
@@ -450,7 +460,12 @@ def test_another_engine_reads_what_one_of_the_same_format_stored(engines: dict[s
 
 @pytest.mark.parametrize(
     "other",
-    [pytest.param("another seed", marks=pytest.mark.thorough), "other weights", "another version"],
+    [
+        pytest.param("another seed", marks=pytest.mark.thorough),
+        "other weights",
+        pytest.param("other positions", marks=pytest.mark.thorough),
+        "another version",
+    ],
 )
 def test_a_store_of_another_format_or_model_is_missed(engines: Engines, other: str) -> None:
     """Pages of another seed have the same bytes in number and mean other numbers."""
@@ -459,6 +474,43 @@ def test_a_store_of_another_format_or_model_is_missed(engines: Engines, other: s
     assert {text["cached"] for text in begun["outputs"][0]} == {0}
     assert {text["cached"] for text in again["outputs"][0]} == {0, 32, 96, 160, 256}  # its own
     assert_same_text(begun, again, tie=0.05, share=0.6)
+
+
+class Worker:
+    """One whose model has a fused projection and a rotary table, as vLLM's have."""
+
+    def __init__(self) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.model = torch.nn.Module()
+        for name, shape in {"qkv": (4 * 64, 48), "bias": (4 * 64,), "w13": (3, 40, 24)}.items():
+            value = torch.nn.Parameter(torch.randn(shape, generator=draw), requires_grad=False)
+            self.model.register_parameter(name, value)
+        self.model.register_buffer("cos_sin_cache", torch.randn(512, 32, generator=draw))
+        self.model.register_buffer("scratch", torch.empty(16))
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("qkv", slice(0, 128)),
+        ("qkv", slice(128, 192)),
+        ("qkv", slice(192, 256)),  # the values' part alone, as a merged adapter may change
+        ("bias", slice(192, 256)),
+        ("w13", (slice(None), slice(20, 40))),
+        ("cos_sin_cache", slice(1, None)),  # other positions
+    ],
+)
+def test_a_part_of_the_weights_changes_their_mark(name: str, part: Any) -> None:
+    from tightkv.integrations.vllm.prefix.cache_format import weights_mark
+
+    worker, same = Worker(), Worker()
+    same.model.scratch.fill_(7)  # type: ignore[operator]
+    assert weights_mark(worker) == weights_mark(same)
+    dict(same.model.state_dict())[name][part] += 1
+    assert weights_mark(worker) != weights_mark(same)
 
 
 def test_sinks_of_old_weights_are_not_found_again(engines: dict[str, Any]) -> None:

@@ -98,14 +98,13 @@ class Recorder:
         scratch = [*numbers, *allocations.made]
         sizes = [x.numel() * x.element_size() for x in scratch]
         places = _Places(self.operands, self._constants, scratch)
-        return Program(
-            kind, tokens, sizes, [(launch, places.relocations(launch)) for launch in launches]
-        )
+        recorded = [(launch, places.relocations(launch)) for launch in launches]
+        return Program(kind, tokens, sizes, recorded)
 
     def _step(self, numbers: list[Tensor], tokens: int, attends: bool) -> None:
         """Record the counters, append and attend, in the order of a layer in vLLM."""
         shape, layout, x = self.shape, self.shape.layout, self.operands
-        cfg, window = layout.cfg, shape.window if shape.in_ring else None
+        cfg, window = layout.cfg, shape.window if layout.ring_holds(shape.window) else None
         sizes = (cfg.exact_pages, layout.ring_tokens, cfg.sinks, RING_SLACK, window or 0)
         self._counters(numbers, tokens, shape.batch, (*sizes, window_step(cfg)))
         *_, ring_valid_from, cu_seqlens = numbers

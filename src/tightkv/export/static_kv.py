@@ -179,7 +179,6 @@ class StaticKV(nn.Module):
         return sum(x.numel() * x.element_size() for x in self.buffers())
 
 
-# --- the ring: one tensor, whatever is in it ---
 # --- the spec: 27 words of 8 bytes, then tables; native/static_spec.c reads and checks it ---
 def spec_of(layout: PageLayout, max_tokens: int) -> Tensor:
     """int64 [words]: all of a layout that the operator needs, and the most tokens of a row."""

@@ -1,4 +1,4 @@
-"""StaticShape: what a static cache is made for, and the ring of its exact tokens."""
+"""StaticShape: what a static cache is made for, and the ring of its newest tokens: one tensor."""
 
 import math
 from dataclasses import dataclass
@@ -24,12 +24,8 @@ class StaticShape:
     softcap: float | None = None
 
     @property
-    def in_ring(self) -> bool:
-        return self.layout.ring_holds(self.window)
-
-    @property
     def pages(self) -> int:
-        return 0 if self.in_ring else self.layout.read_pages(self.max_tokens)
+        return 0 if self.layout.ring_holds(self.window) else self.layout.read_pages(self.max_tokens)
 
     def block_table(self) -> Tensor:
         """int32 [batch, full pages]: -1 for pages that are never read."""

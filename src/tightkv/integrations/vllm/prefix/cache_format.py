@@ -66,10 +66,18 @@ def worker_format(worker: Any) -> CacheFormat | None:
 
 
 def weights_mark(worker: Any) -> str:
-    """A digest of the first numbers of a worker's parameters, on which what blocks hold depends."""
-    found = (x.detach() for x in worker.get_model().parameters() if x.numel() and not x.is_meta)
+    """A digest of numbers from all over a worker's parameters and rotary tables."""
+    model = worker.get_model()
+    rotary = (x for name, x in model.named_buffers() if name.endswith("cos_sin_cache"))
+    found = (x.detach() for x in (*model.parameters(), *rotary) if x.numel() and not x.is_meta)
     plain = (x for x in found if not hasattr(x, "__tensor_flatten__"))  # else made of others
-    return _hash(*(x[(0,) * (x.dim() - 1)].flatten()[:8] for x in plain))
+    return _hash(*map(_grid, plain))
+
+
+def _grid(x: Tensor) -> Tensor:
+    """Numbers from all parts of x: vLLM fuses projections, which may change one by one."""
+    most = 128 if x.dim() < 3 else 16
+    return x[tuple(slice(None, None, -(-n // most)) for n in x.shape)]
 
 
 def _impls(vllm_config: Any) -> dict[str, Any]:

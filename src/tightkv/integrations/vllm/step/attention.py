@@ -137,8 +137,7 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("tightkv: quantized attention outputs are not supported")
-        # seen in vLLM's first run, which measures memory
-        if key is None and self.reads is None:  # type: ignore[unreachable]
+        if key is None and self.reads is None:  # type: ignore[unreachable]  # in vLLM's first run
             raise ValueError(
                 f"tightkv: the model writes keys and values of {layer.layer_name} to vLLM's cache "
                 "itself; choose --attention-backend TRITON_ATTN, with which it does not, or leave "
